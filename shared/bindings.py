@@ -22,7 +22,7 @@ WRITE_START = "write_start"
 LAST_INDEX = "last_index"
 """int32 `[batch]`, which of the row's new tokens the logits are wanted for."""
 BLOCK_TABLE = "block_table"
-"""int32 `[batch, max_pages]`, ordinal page -> PageId. Linear layout: `[batch, 1]`, the slot. Only engines with paged writes read it."""
+"""int32 `[batch, max_pages]`, ordinal page -> PageId. Linear layout: `[batch, 1]`, the slot."""
 LOGITS = "logits"
 """float32 `[batch, vocab_size]`."""
 

@@ -1,7 +1,7 @@
 """The two manifests of the artifact store: a model component (weights, tokenizer) and an engine that refers to it.
 
-Canonical JSON: sorted keys, no spaces, UTF-8, every field present. What is read back is validated strictly: an unknown key, a missing
-key or another type is ArtifactCorrupt. `schema_version` changes whenever a field does.
+Canonical JSON: sorted keys, no spaces, UTF-8, every field present. What is read back is validated strictly: an unknown
+or missing key or another type is ArtifactCorrupt. `schema_version` changes whenever a field does.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class WriteCertificate:
-    """One proven cache write. `verdict_*` are `proved`, `refuted: ...` or `unknown: ...`; an engine is published only with both proved."""
+    """One cache write. `verdict_*` are `proved`, `refuted: ...` or `unknown: ...`; only engines with both proved are published."""
 
     cache: str
     node: str
@@ -86,7 +86,10 @@ class ModelManifest:
 
 @dataclass(frozen=True, slots=True)
 class EngineManifest:
-    """Everything the runtime needs to refuse or serve an engine. `constants` maps an engine constant to a tensor of the weights file."""
+    """Everything the runtime needs to refuse or serve an engine.
+
+    `constants` maps an engine constant to a tensor of the weights file.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     schema_version: int

@@ -94,6 +94,8 @@ def parse_profile(text: str) -> OptimizationProfile:
     """`decode=8x1` -> batch 1..8, query length 1..1. FieldOutOfRange when it has another form."""
     match = _SPEC.fullmatch(text)
     if not match or int(match[2]) < 1 or int(match[3]) < 1:
-        raise FieldOutOfRange(f"a profile is NAME=BATCHxLENGTH with both at least 1, like decode=8x1; got {text[:64]!r}", field="profiles")
+        raise FieldOutOfRange(
+            f"a profile is NAME=BATCHxLENGTH, both at least 1, like decode=8x1; got {text[:64]!r}", field="profiles"
+        )
     batch, length = int(match[2]), int(match[3])
     return OptimizationProfile(match[1], Range(1, batch, batch), Range(1, length, length))
