@@ -141,8 +141,8 @@ class KVCacheSpec:
 
     def pool_shape(self, group: LayerGroup, num_pages: int) -> tuple[int, int, int, int, int]:
         """Shape of one layer's pool tensor (see the module's table)."""
-        head, tail = (num_pages, 2), (group.kv_heads, self.page_size, group.head_dim)
-        return (*head, *tail) if self.layout is Layout.PAGED else (*reversed(head), *tail)
+        outer = (num_pages, 2) if self.layout is Layout.PAGED else (2, num_pages)
+        return (*outer, group.kv_heads, self.page_size, group.head_dim)
 
     def strides(self, group: LayerGroup, num_pages: int) -> Strides:
         """Strides of a contiguous pool tensor of one layer of `group`."""
