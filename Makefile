@@ -1,0 +1,22 @@
+# Every command of the README and of CI. `make help` lists them.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PROTOS := $(wildcard proto/quire/v1/*.proto)
+export GOMP_SPINCOUNT ?= 1000
+
+.PHONY: help setup demo test check lint types arch proto
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-18s %s\n", $$1, $$2}'
+
+proto: $(VENV)/.installed ## regenerate shared/pb from proto/
+	rm -rf shared/pb && mkdir -p shared/pb
+	cd proto && ../$(BIN)/python -m grpc_tools.protoc -I . --python_out=../shared/pb --grpc_python_out=../shared/pb \
+		--plugin=protoc-gen-mypy=../$(BIN)/protoc-gen-mypy --mypy_out=../shared/pb $(PROTOS:proto/%=%)
+	find shared/pb -name '*_pb2*.py*' -exec sed -i -E 's/^(from|import) quire\.v1/\1 shared.pb.quire.v1/' {} +
+	touch shared/pb/__init__.py shared/pb/quire/__init__.py shared/pb/quire/v1/__init__.py
