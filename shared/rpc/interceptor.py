@@ -1,0 +1,87 @@
+"""The one place where exceptions become statuses, and where every call of ours is logged once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+from grpc_status import rpc_status
+
+from shared.errors import InternalError, QuireError
+from shared.ids import new_id
+from shared.rpc.status import to_status
+
+_OURS = "/quire.v1."
+Unary = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
+Streaming = Callable[[Any, grpc.aio.ServicerContext], AsyncIterator[Any]]
+
+
+def internal_error(cause: BaseException) -> InternalError:
+    """What a client is told of a bug: an incident id that stands in the log beside the traceback, never the traceback."""
+    incident = new_id()[:12]
+    structlog.get_logger(__name__).error("internal_error", incident=incident, exc_info=cause)
+    return InternalError(f"internal error, incident {incident}; the server's log has the cause", details={"incident": incident})
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps unary and server-streaming methods of `quire.v1`; other services (health, reflection) pass unchanged."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or not method.startswith(_OURS):
+            return handler
+        codec = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream, method), **codec)
+        return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, method), **codec)
+
+
+def _guard_unary(call: Unary, method: str) -> Unary:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        started = time.monotonic()
+        try:
+            response = await call(request, context)
+        except Exception as error:  # noqa: BLE001 - the boundary: whatever it is becomes a status
+            await _abort(error, context, method, started)
+        _log(method, started, "OK")
+        return response
+
+    return guarded
+
+
+def _guard_stream(call: Streaming, method: str) -> Streaming:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        started = time.monotonic()
+        try:
+            async for response in call(request, context):
+                yield response
+        except asyncio.CancelledError:
+            _log(method, started, "CANCELLED")
+            raise
+        except Exception as error:  # noqa: BLE001 - the boundary: whatever it is becomes a status
+            await _abort(error, context, method, started)
+        _log(method, started, "OK")
+
+    return guarded
+
+
+async def _abort(error: Exception, context: grpc.aio.ServicerContext, method: str, started: float) -> NoReturn:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    known = error if isinstance(error, QuireError) else internal_error(error)
+    _log(method, started, known.reason)
+    await context.abort_with_status(rpc_status.to_status(to_status(known)))
+    raise AssertionError("abort_with_status returns never")
+
+
+def _log(method: str, started: float, outcome: str) -> None:
+    structlog.get_logger(__name__).info("call", method=method, outcome=outcome, seconds=round(time.monotonic() - started, 4))

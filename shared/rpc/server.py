@@ -1,0 +1,146 @@
+"""A grpc.aio server with health, optional reflection, TLS and a graceful end; both services are made of this."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from shared.errors import FieldOutOfRange
+from shared.rpc.interceptor import ErrorInterceptor
+
+OVERALL, LIVENESS, READINESS = "", "liveness", "readiness"
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+KEEPALIVE_TIME_MS = 30_000
+"""Clients may ping this often, also without a call (shared/rpc/channel.py pings at this interval; a test compares the two)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files. With `client_ca` every client must show a certificate signed by it (mTLS)."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+
+    def credentials(self) -> grpc.ServerCredentials:
+        root = self.client_ca.read_bytes() if self.client_ca else None
+        pair = (self.key.read_bytes(), self.certificate.read_bytes())
+        return grpc.ssl_server_credentials([pair], root_certificates=root, require_client_auth=root is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """`address` is host:port; port 0 lets the system choose. Plaintext on anything but loopback needs `allow_plaintext`."""
+
+    address: str
+    tls: TlsFiles | None = None
+    allow_plaintext: bool = False
+    reflection: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tls is None and not self.allow_plaintext and not is_loopback(self.address):
+            raise FieldOutOfRange(
+                f"{self.address} is not a loopback address: give a TLS certificate and key, or allow plaintext explicitly",
+                field="address",
+            )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether host:port (or unix:path) is reachable from this machine only."""
+    if address.startswith("unix:"):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Server:
+    """Owns the grpc.aio server and its health. Add servicers to `.grpc`, then `await start()`; `stop()` is idempotent."""
+
+    def __init__(
+        self, options: ServerOptions, service_names: Sequence[str], interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+    ) -> None:
+        self._options = options
+        self._names = tuple(service_names)
+        self._stopping = False
+        self.health = health.aio.HealthServicer()
+        self.grpc = grpc.aio.server(
+            interceptors=[ErrorInterceptor(), *interceptors],
+            options=[
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.so_reuseport", 0),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
+                ("grpc.http2.max_ping_strikes", 0),
+            ],
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
+        if options.reflection:
+            reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
+
+    async def start(self) -> str:
+        """Bind and serve; returns host:port with the real port. Liveness is SERVING at once, readiness when `set_ready` says so."""
+        tls = self._options.tls
+        try:
+            if tls is not None:
+                port = self.grpc.add_secure_port(self._options.address, tls.credentials())
+            else:
+                port = self.grpc.add_insecure_port(self._options.address)
+        except RuntimeError as error:
+            raise FieldOutOfRange(f"cannot listen on {self._options.address}: {error}; is it in use?", field="address") from error
+        await self.grpc.start()
+        await self._set(LIVENESS, serving=True)
+        await self.set_ready(False)
+        if self._options.address.startswith("unix:"):
+            return self._options.address
+        return f"{self._options.address.rpartition(':')[0]}:{port}"
+
+    async def set_ready(self, ready: bool) -> None:
+        for name in (OVERALL, READINESS, *self._names):
+            await self._set(name, serving=ready)
+
+    async def set_live(self, live: bool) -> None:
+        await self._set(LIVENESS, serving=live)
+
+    async def _set(self, name: str, *, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        await self.health.set(name, status.SERVING if serving else status.NOT_SERVING)
+
+    async def begin_shutdown(self) -> None:
+        """Readiness NOT_SERVING for good: later `set_ready(True)` changes nothing."""
+        await self.health.enter_graceful_shutdown()
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop accepting, let running calls finish for `grace_s`, then cancel them."""
+        if self._stopping:
+            return
+        self._stopping = True
+        await self.begin_shutdown()
+        await self.grpc.stop(grace_s)
+
+
+@contextlib.asynccontextmanager
+async def stop_signals() -> AsyncIterator[asyncio.Event]:
+    """An event that SIGTERM or SIGINT sets, instead of killing the process."""
+    event, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, event.set)
+    try:
+        yield event
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,115 @@
+"""A real server of ours on loopback: error mapping, health, bind rules."""
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from shared import errors
+from shared.pb.quire.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from shared.rpc import channel as channels
+from shared.rpc import server as servers
+from shared.rpc.status import from_rpc_error
+
+
+class Controls(control_pb2_grpc.ControlServicer):
+    async def GetLoad(self, request, context):
+        raise errors.KVExhausted("12 pages wanted, 3 free", retry_after_s=3)
+
+    async def ListEngines(self, request, context):
+        raise ZeroDivisionError("a secret of the host")
+
+    async def GetServerInfo(self, request, context):
+        return control_pb2.GetServerInfoResponse(version=dict(context.invocation_metadata()).get("authorization", ""))
+
+
+class Inferences(inference_pb2_grpc.InferenceServicer):
+    async def Generate(self, request, context):
+        yield inference_pb2.GenerateResponse(accepted=inference_pb2.Accepted(prompt_tokens=1))
+        raise errors.Draining("going down")
+
+
+@pytest.fixture
+async def address():
+    server = servers.Server(servers.ServerOptions("127.0.0.1:0", reflection=True), ["quire.v1.Control"])
+    control_pb2_grpc.add_ControlServicer_to_server(Controls(), server.grpc)
+    inference_pb2_grpc.add_InferenceServicer_to_server(Inferences(), server.grpc)
+    yield await server.start(), server
+    await server.stop(0)
+
+
+async def test_typed_and_untyped_errors_become_statuses(address):
+    async with grpc.aio.insecure_channel(address[0]) as channel:
+        stub = control_pb2_grpc.ControlStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetLoad(control_pb2.GetLoadRequest())
+        error = from_rpc_error(caught.value)
+        assert (type(error), error.retry_after_s) == (errors.KVExhausted, 3)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ListEngines(control_pb2.ListEnginesRequest())
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert "secret" not in caught.value.details()
+        assert from_rpc_error(caught.value).details["incident"] in caught.value.details()
+
+
+async def test_a_stream_that_fails_keeps_what_it_sent(address):
+    async with grpc.aio.insecure_channel(address[0]) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest())
+        assert (await call.read()).accepted.prompt_tokens == 1
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert type(from_rpc_error(caught.value)) is errors.Draining
+
+
+async def test_not_serving_is_sticky_in_shutdown(address):
+    """BR-159: a late 'model loaded' does not turn health back."""
+    where, server = address
+    await server.set_ready(True)
+    async with grpc.aio.insecure_channel(where) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        async def check(name):
+            return (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status
+
+        assert await check("readiness") == health_pb2.HealthCheckResponse.SERVING
+        await server.begin_shutdown()
+        await server.set_ready(True)
+        for name in ("", "readiness", "quire.v1.Control"):
+            assert await check(name) == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_a_token_reaches_the_server(address):
+    import asyncio
+
+    options = channels.ChannelOptions(address[0], token="t0ken")
+
+    def call():
+        with channels.connect(options) as channel:
+            return control_pb2_grpc.ControlStub(channel).GetServerInfo(control_pb2.GetServerInfoRequest()).version
+
+    assert await asyncio.to_thread(call) == "Bearer t0ken"
+
+
+@pytest.mark.parametrize("where", ["0.0.0.0:0", "10.1.2.3:50051", "[::]:1", "example.com:1"])
+def test_public_plaintext_is_refused_without_the_flag(where):
+    with pytest.raises(errors.FieldOutOfRange, match="TLS"):
+        servers.ServerOptions(where)
+    servers.ServerOptions(where, allow_plaintext=True)
+    with pytest.raises(ValueError, match="TLS"):
+        channels.connect(channels.ChannelOptions(where, token="t"))
+
+
+@pytest.mark.parametrize("where", ["127.0.0.1:0", "localhost:1", "[::1]:5", "unix:/tmp/x"])
+def test_loopback_is_fine(where):
+    servers.ServerOptions(where)
+
+
+async def test_an_address_in_use_is_a_typed_error(address):
+    server = servers.Server(servers.ServerOptions(address[0]), [])
+    with pytest.raises(errors.FieldOutOfRange, match="in use"):
+        await server.start()
+    await server.stop(0)
+
+
+def test_clients_ping_no_more_often_than_servers_allow():
+    """BR-154: one constant serves both sides."""
+    assert channels.KEEPALIVE_TIME_MS == servers.KEEPALIVE_TIME_MS
