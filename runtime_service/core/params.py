@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from shared.errors import FieldOutOfRange
 
 MAX_TEMPERATURE = 10.0
+GREEDY_TEMPERATURE = 1e-5
+"""At or below it sampling is greedy: the differences it would still tell apart are smaller than float32 logits resolve."""
 MAX_TOP_K = 2**31 - 1
 MIN_REPETITION_PENALTY = 0.1
 MAX_REPETITION_PENALTY = 10.0
@@ -44,7 +46,8 @@ def _check_between(field: str, value: float, low: float, high: float) -> None:
 class SamplingParams:
     """How the next token is chosen.
 
-    `temperature` 0 means greedy. `top_p` 1, `top_k` 0 and `min_p` 0 are off; a `top_k` over the vocabulary keeps all of it.
+    `temperature` 0 (or up to GREEDY_TEMPERATURE) means greedy. `top_p` 1, `top_k` 0 and `min_p` 0 are off; a `top_k` over the
+    vocabulary keeps all of it.
     `repetition_penalty` 1 is off and counts the prompt; `presence_penalty` and `frequency_penalty` count generated tokens only.
     `seed` None draws a fresh one. `n` samples are generated from one prompt. `logprobs` None returns none, 0 the sampled
     token's own, k the k likeliest as well.
@@ -78,7 +81,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature <= GREEDY_TEMPERATURE or self.top_k == 1
 
     @property
     def has_penalties(self) -> bool:
