@@ -20,9 +20,10 @@ from runtime_service.core.params import SamplingParams
 from runtime_service.core.sampled import SampledToken, TokenLogprob
 from shared.errors import InternalError
 
-SEED_BITS = 63
+SEED_BITS = 64
 
 _Floats = NDArray[np.float32]
+_AnyFloats = NDArray[np.float32] | NDArray[np.float64]
 _Ids = NDArray[np.int64]
 
 
@@ -128,32 +129,33 @@ def _sample_row(raw_V: _Floats, state: SamplerState) -> SampledToken | InternalE
     params = state.params
     if not np.isfinite(raw_V.max()):  # numpy's max is NaN if any value is
         return _no_maximum(float(raw_V.max()))
-    logits_V = _penalise(raw_V, state) if params.has_penalties else raw_V
+    logits_V: _AnyFloats = _penalise(raw_V, state) if params.has_penalties else raw_V
     if state.forbids_end:
         logits_V = logits_V.copy()
         logits_V[list(state.end_ids)] = -np.inf
     maximum = float(logits_V.max())
     if not np.isfinite(maximum):
         return _no_maximum(maximum)  # every id left was forbidden
-    token_id = int(logits_V.argmax()) if params.is_greedy else _draw(logits_V - np.float32(maximum), state)
+    token_id = int(logits_V.argmax()) if params.is_greedy else _draw((logits_V - maximum).astype(np.float32), state)
     if params.logprobs is None:
         return SampledToken(token_id)
     return _with_logprobs(token_id, raw_V, params.logprobs)
 
 
-def _penalise(raw_V: _Floats, state: SamplerState) -> _Floats:
-    """Repetition scales the logits of seen tokens away from choice; frequency and presence subtract for generated ones."""
+def _penalise(raw_V: _Floats, state: SamplerState) -> NDArray[np.float64]:
+    """Repetition scales the logits of seen tokens away from choice; frequency and presence subtract for generated ones.
+
+    In float64, where the smallest penalty and the largest float32 logit stay finite.
+    """
     assert state.generated_counts is not None
     assert state.prompt_seen is not None
     params = state.params
-    logits_V = raw_V.copy()
-    if params.repetition_penalty != 1.0:
-        seen = np.flatnonzero(state.prompt_seen | (state.generated_counts > 0))
-        penalty = np.float32(params.repetition_penalty)
-        logits_V[seen] = np.where(logits_V[seen] > 0, logits_V[seen] / penalty, logits_V[seen] * penalty)
+    logits_V = raw_V.astype(np.float64)
+    seen = np.flatnonzero(state.prompt_seen | (state.generated_counts > 0))
+    factor = params.repetition_penalty
+    logits_V[seen] = np.where(logits_V[seen] > 0, logits_V[seen] / factor, logits_V[seen] * factor)
     generated = np.flatnonzero(state.generated_counts)
-    logits_V[generated] -= np.float32(params.frequency_penalty) * state.generated_counts[generated].astype(np.float32)
-    logits_V[generated] -= np.float32(params.presence_penalty)
+    logits_V[generated] -= params.frequency_penalty * state.generated_counts[generated] + params.presence_penalty
     return logits_V
 
 

@@ -1,6 +1,7 @@
 """What a caller may ask of one request: how tokens are sampled, where the text stops, how its KV entries are compacted.
 
-Values are checked when the object is made, so a params object that exists is within every cap below.
+Values are checked when the object is made, so a params object that exists is within every cap below. Errors name the field by
+its path in a GenerateRequest.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ MAX_TEMPERATURE = 10.0
 GREEDY_TEMPERATURE = 1e-5
 """At or below it sampling is greedy: the differences it would still tell apart are smaller than float32 logits resolve."""
 MAX_TOP_K = 2**31 - 1
-MIN_REPETITION_PENALTY = 0.1
 MAX_REPETITION_PENALTY = 10.0
 MAX_ABS_PENALTY = 2.0
 """Bound of the presence and frequency penalties on either side of zero."""
-MAX_SEED = 2**63 - 1
+MAX_SEED = 2**64 - 1
 MAX_SAMPLES = 16
 MAX_LOGPROBS = 20
 MAX_TOKENS = 1_000_000
@@ -53,7 +53,7 @@ class SamplingParams:
     token's own, k the k likeliest as well.
     """
 
-    temperature: float = 1.0
+    temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
@@ -69,8 +69,10 @@ class SamplingParams:
         if not 0.0 < self.top_p <= 1.0:
             raise _refuse("sampling.top_p", "above 0 and at most 1", self.top_p)
         _check_between("sampling.top_k", self.top_k, 0, MAX_TOP_K)
-        _check_between("sampling.min_p", self.min_p, 0.0, 1.0)
-        _check_between("sampling.repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
+        if not 0.0 <= self.min_p < 1.0:
+            raise _refuse("sampling.min_p", "at least 0 and below 1", self.min_p)
+        if not 0.0 < self.repetition_penalty <= MAX_REPETITION_PENALTY:
+            raise _refuse("sampling.repetition_penalty", f"above 0 and at most {MAX_REPETITION_PENALTY}", self.repetition_penalty)
         _check_between("sampling.presence_penalty", self.presence_penalty, -MAX_ABS_PENALTY, MAX_ABS_PENALTY)
         _check_between("sampling.frequency_penalty", self.frequency_penalty, -MAX_ABS_PENALTY, MAX_ABS_PENALTY)
         if self.seed is not None:
@@ -102,27 +104,27 @@ class StopParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _check_between("stop.max_tokens", self.max_tokens, 1, MAX_TOKENS)
-        _check_between("stop.min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_between("stopping.max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        _check_between("stopping.min_tokens", self.min_tokens, 0, self.max_tokens)
         if len(self.stop) > MAX_STOP_STRINGS:
-            raise _refuse("stop.stop", f"at most {MAX_STOP_STRINGS} strings", len(self.stop))
+            raise _refuse("stopping.stop", f"at most {MAX_STOP_STRINGS} strings", len(self.stop))
         if any(not text for text in self.stop):
-            raise _refuse("stop.stop", "without empty strings", "")
+            raise _refuse("stopping.stop", "without empty strings", "")
         try:
             size = sum(len(text.encode()) for text in self.stop)
         except UnicodeEncodeError as error:
-            raise _refuse("stop.stop", "text that UTF-8 can hold (no lone surrogates)", error.object) from error
+            raise _refuse("stopping.stop", "text that UTF-8 can hold (no lone surrogates)", error.object) from error
         if size > MAX_STOP_BYTES:
-            raise _refuse("stop.stop", f"at most {MAX_STOP_BYTES} bytes of UTF-8 together", size)
+            raise _refuse("stopping.stop", f"at most {MAX_STOP_BYTES} bytes of UTF-8 together", size)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise _refuse("stop.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids", len(self.stop_token_ids))
+            raise _refuse("stopping.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids", len(self.stop_token_ids))
         for token_id in self.stop_token_ids:
-            _check_between("stop.stop_token_ids", token_id, 0, MAX_TOKEN_ID)
+            _check_between("stopping.stop_token_ids", token_id, 0, MAX_TOKEN_ID)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """FieldOutOfRange if a stop id is none of `vocab_size` ids."""
         for token_id in self.stop_token_ids:
-            _check_between("stop.stop_token_ids", token_id, 0, vocab_size - 1)
+            _check_between("stopping.stop_token_ids", token_id, 0, vocab_size - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +138,13 @@ class CompactionParams:
 
     def __post_init__(self) -> None:
         if not self.policy:
-            raise _refuse("compaction.policy", "the name of a policy", self.policy)
-        _check_between("compaction.budget", self.budget, 1, MAX_COMPACTION_BUDGET)
-        _check_between("compaction.interval", self.interval, 1, MAX_COMPACTION_INTERVAL)
+            raise _refuse("kv.policy.name", "the name of a policy", self.policy)
+        _check_between("kv.policy.budget", self.budget, 1, MAX_COMPACTION_BUDGET)
+        _check_between("kv.policy.interval", self.interval, 1, MAX_COMPACTION_INTERVAL)
         if not 0 <= self.sinks < self.budget:
-            raise _refuse("compaction.sinks", f"0 to {self.budget - 1} (below the budget)", self.sinks)
+            raise _refuse("kv.policy.sinks", f"0 to {self.budget - 1} (below the budget)", self.sinks)
 
     def check_policy(self, known: Collection[str]) -> None:
         """FieldOutOfRange if `policy` is not one of `known`."""
         if self.policy not in known:
-            raise _refuse("compaction.policy", f"one of {', '.join(sorted(known))}", self.policy)
+            raise _refuse("kv.policy.name", f"one of {', '.join(sorted(known))}", self.policy)
