@@ -20,6 +20,7 @@
     │   ├── EngineIncompatible      an artifact that does not fit this device or software
     │   ├── BackendUnavailable      this host cannot build or run with that backend
     │   ├── BuildFailed             the build ended without an engine
+    │   ├── ArtifactUntrusted       no signature by a configured key
     │   └── InUse                   deleting or unloading what still serves
     ├── Exhausted               no room now
     │   ├── QueueFull
@@ -150,6 +151,10 @@ class BackendUnavailable(Refused):
 
 class BuildFailed(Refused):
     reason = "BUILD_FAILED"
+
+
+class ArtifactUntrusted(Refused):
+    reason = "ARTIFACT_UNTRUSTED"
 
 
 class InUse(Refused):
