@@ -1,0 +1,177 @@
+"""One sample of a request: its tokens, and what the cache holds of them.
+
+Two lengths. *Logical*: `tokens` (prompt and generated) and `computed`, how many of them have gone through the engine; they
+never shrink while the sequence runs, and a token's position is its index. *Physical*: the entries the cache holds, in ordinal
+order; a compaction round shrinks it. The map ordinal -> position is stored once, and the physical length is its size, so the
+two cannot drift apart.
+
+    tokens      t0 t1 t2 t3 t4 t5 t6 t7 | t8        computed = 8, t8 goes next, at position 8
+    positions   0  1  5  6  7                       physical length 5: t8 is written at ordinal 5
+
+Preemption forgets the cache, not the tokens. The rounds that ran are remembered and replayed at the same logical lengths with
+the same decisions, so a recomputed sequence holds the entries it held before and goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+from enum import StrEnum
+
+from runtime_service.core.request import GenerationRequest
+from shared.ids import Ordinal, PageId, Position
+
+
+class Status(StrEnum):
+    """WAITING -> RUNNING -> FINISHED; RUNNING -> WAITING when preempted; WAITING -> FINISHED when it never got to run."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+_NEXT: dict[Status, tuple[Status, ...]] = {
+    Status.WAITING: (Status.RUNNING, Status.FINISHED),
+    Status.RUNNING: (Status.WAITING, Status.FINISHED),
+    Status.FINISHED: (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """A compaction round of one sequence: `computed` when it ran, and the ordinals it evicted, ascending.
+
+    What was evicted rather than what was kept: over a sequence's life that is at most one number a token.
+    """
+
+    at: int
+    evicted: array[int]
+
+
+class Sequence:
+    """Sample `index` of `request`. `arrival` orders sequences that have the same priority."""
+
+    def __init__(self, request: GenerationRequest, index: int, arrival: int) -> None:
+        self.request = request
+        self.index = index
+        self.arrival = arrival
+        self.tokens: list[int] = list(request.prompt_ids)
+        self.computed = 0
+        self.positions: list[Position] = []
+        self.pages: list[PageId] = []
+        self.status = Status.WAITING
+        self.rounds: list[RoundRecord] = []
+        self.replayed = 0
+        self.preemptions = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request.request_id}.{self.index} {self.status}, {len(self.tokens)} tokens, "
+            f"{self.computed} computed, {self.physical_len} held on {len(self.pages)} pages)"
+        )
+
+    @property
+    def logical_len(self) -> int:
+        """Tokens, prompt included."""
+        return len(self.tokens)
+
+    @property
+    def physical_len(self) -> int:
+        """KV entries the cache holds."""
+        return len(self.positions)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are known and not computed. 1 = the sequence decodes; more = it prefills (or recomputes)."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Sorts what runs first to the front."""
+        return (-self.request.priority, self.arrival)
+
+    @property
+    def max_physical(self) -> int:
+        """Most entries it ever holds at once."""
+        rounds = self.request.compaction
+        total = self.request.max_entries
+        return total if rounds is None else min(total, rounds.budget + rounds.interval)
+
+    @property
+    def is_replaying(self) -> bool:
+        """Rounds that ran before a preemption have yet to run again."""
+        return self.replayed < len(self.rounds)
+
+    @property
+    def room(self) -> int | None:
+        """Tokens that may be computed before a round must run; None = no round ever does."""
+        if self.is_replaying:
+            return self.rounds[self.replayed].at - self.computed
+        if self.request.compaction is None:
+            return None
+        return self.request.compaction.budget + self.request.compaction.interval - self.physical_len
+
+    @property
+    def round_is_due(self) -> bool:
+        return self.room is not None and self.room <= 0
+
+    def start(self) -> None:
+        self._become(Status.RUNNING)
+
+    def advance(self, num_tokens: int) -> None:
+        """The engine wrote the next `num_tokens` tokens behind what the cache held. Called once a step, after it."""
+        assert 0 < num_tokens <= self.remaining, (num_tokens, self)
+        self.positions.extend(Position(p) for p in range(self.computed, self.computed + num_tokens))
+        self.computed += num_tokens
+
+    def append(self, token_id: int) -> None:
+        """A token was sampled from the logits of the last one."""
+        assert self.remaining == 0, self
+        self.tokens.append(token_id)
+
+    def evict(self, kept: Ordered[Ordinal]) -> None:
+        """A round moved the entries at ordinals `kept` (strictly ascending) to the front and dropped the rest."""
+        if self.is_replaying:
+            self.replayed += 1
+        else:
+            survivors = set(kept)
+            evicted = array("i", (o for o in range(self.physical_len) if o not in survivors))
+            self.rounds.append(RoundRecord(self.computed, evicted))
+            self.replayed += 1
+        self.positions = [self.positions[o] for o in kept]
+
+    def replayed_decision(self) -> list[Ordinal]:
+        """The ordinals that the next remembered round kept."""
+        evicted = set(self.rounds[self.replayed].evicted)
+        return [Ordinal(o) for o in range(self.physical_len) if o not in evicted]
+
+    def preempt(self) -> list[PageId]:
+        """Back to WAITING with nothing computed. Returns the pages it held, now the caller's to release."""
+        self._become(Status.WAITING)
+        self.preemptions += 1
+        return self._drop_cache()
+
+    def finish(self) -> list[PageId]:
+        """To FINISHED, for ever. Returns the pages it held, now the caller's to release."""
+        self._become(Status.FINISHED)
+        return self._drop_cache()
+
+    def hold(self, pages: Iterable[PageId]) -> None:
+        """It owns `pages` from now on, behind those it has."""
+        self.pages.extend(pages)
+
+    def _drop_cache(self) -> list[PageId]:
+        pages, self.pages = self.pages, []
+        self.computed = self.replayed = 0
+        self.positions = []
+        return pages
+
+    def _become(self, status: Status) -> None:
+        assert status in _NEXT[self.status], f"{self} cannot become {status}"
+        self.status = status

@@ -1,0 +1,105 @@
+"""Who owns which page of a pool. Host only: ids and counts, no tensors.
+
+    page 0                 the dump page: padding rows and unmapped table entries point there; never handed out
+    free                   reference count 0
+    used                   reference count 1 or more; above 1 the page is shared
+
+Conservation law, stated by `check_integrity`: free + used = all pages but the dump page, shared ones counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shared.errors import InternalError
+from shared.ids import PageId
+
+DUMP_PAGE = PageId(0)
+
+
+class PageAllocator:
+    """Pages 1..num_pages of one pool. Exhaustion is a return value; a broken promise of the caller raises and changes nothing."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"a pool needs the dump page and at least one more, got num_pages {num_pages}")
+        self.num_pages = num_pages
+        # A stack: the page released last is handed out next, while its bytes are still in a cache.
+        self._free = [PageId(p) for p in range(num_pages - 1, 0, -1)]
+        self._references = [0] * num_pages
+
+    @property
+    def capacity(self) -> int:
+        """Pages that can be owned."""
+        return self.num_pages - 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Pages somebody owns, a shared one counted once."""
+        return self.capacity - len(self._free)
+
+    @property
+    def num_shared(self) -> int:
+        return sum(count > 1 for count in self._references)
+
+    def is_shared(self, page: PageId) -> bool:
+        return self._references[page] > 1
+
+    def try_allocate(self, count: int) -> list[PageId] | None:
+        """`count` pages with one reference each, or None, with nothing changed, when fewer are free."""
+        if count < 0:
+            raise ValueError(f"count must not be negative, got {count}")
+        if count > len(self._free):
+            return None
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def share(self, pages: Sequence[PageId]) -> list[PageId]:
+        """One more reference to each of `pages`: another owner may read them, nobody may write them. All or nothing."""
+        self._check_owned(pages)
+        for page in pages:
+            self._references[page] += 1
+        return list(pages)
+
+    def release(self, pages: Iterable[PageId]) -> int:
+        """Drop one reference to each of `pages`; returns how many became free.
+
+        ValueError, with nothing changed, for a page listed twice (one owner holds one reference), free already, or none of ours.
+        """
+        pages = list(pages)
+        self._check_owned(pages)
+        freed = 0
+        for page in pages:
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._free.append(page)
+                freed += 1
+        return freed
+
+    def check_integrity(self) -> None:
+        """InternalError unless free and used pages are disjoint and together all pages but the dump page."""
+        free = set(self._free)
+        referenced = {p for p, count in enumerate(self._references) if count > 0}
+        everything = set(range(1, self.num_pages))
+        if len(free) != len(self._free) or free & referenced or free | referenced != everything or min(self._references) < 0:
+            raise InternalError(
+                f"page accounting is broken: {len(self._free)} free ({len(free)} distinct) + {len(referenced)} used "
+                f"should be {self.capacity}; both free and used: {sorted(free & referenced)[:8]}, "
+                f"lost: {sorted(everything - free - referenced)[:8]}"
+            )
+
+    def _check_owned(self, pages: Sequence[PageId]) -> None:
+        if len(set(pages)) != len(pages):
+            twice = sorted({p for p in pages if pages.count(p) > 1})
+            raise ValueError(f"pages {twice[:8]} are listed twice; an owner holds one reference to a page")
+        for page in pages:
+            if not 0 < page < self.num_pages:
+                raise ValueError(f"page {page} is none of 1..{self.num_pages - 1} that this pool hands out")
+            if self._references[page] == 0:
+                raise ValueError(f"page {page} is free already")

@@ -1,0 +1,63 @@
+"""The device memory of one engine's KV cache: one tensor a layer, allocated once, at one address for life."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shared.errors import MemoryExhausted
+from shared.ids import PageId
+from shared.kv_spec import KVCacheSpec
+
+K, V = 0, 1
+"""Index along the K/V axis."""
+
+
+class KVPool:
+    """`tensors[layer]` has shape `spec.pool_shape(group, num_pages)`, zeros at first. MemoryExhausted when it does not fit.
+
+    Page 0 is the dump page; its content means nothing.
+    """
+
+    def __init__(self, spec: KVCacheSpec, num_pages: int, device: torch.device | str = "cpu") -> None:
+        if num_pages < 2:
+            raise ValueError(f"a pool needs the dump page and at least one more, got num_pages {num_pages}")
+        self.spec = spec
+        self.num_pages = num_pages
+        self.device = torch.device(device)
+        try:
+            self.tensors = tuple(
+                torch.zeros(spec.pool_shape(group, num_pages), dtype=getattr(torch, group.dtype.value), device=self.device)
+                for _, group in spec.iter_layers()
+            )
+        except RuntimeError as error:  # torch has no narrower class for a CPU allocation that fails
+            raise MemoryExhausted(
+                f"a KV pool of {num_pages} pages takes {self.num_bytes} bytes on {self.device}; {error}. Use fewer pages"
+            ) from error
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pages * self.spec.page_bytes
+
+    def by_page(self, layer: int) -> torch.Tensor:
+        """A layer's tensor as `[num_pages, 2, kv_heads, page_size, head_dim]` in either layout: a view, nothing moves."""
+        tensor = self.tensors[layer]
+        return tensor.movedim(self.spec.layout.page_dim, 0)
+
+    def keys(self, layer: int, pages: Sequence[PageId], length: int) -> torch.Tensor:
+        """Copy of the first `length` keys of the sequence on `pages`: `[kv_heads, length, head_dim]`."""
+        rows = self.by_page(layer)[list(pages[: self.spec.pages_for(length)]), K]
+        heads = rows.shape[1]
+        return rows.transpose(0, 1).reshape(heads, -1, rows.shape[-1])[:, :length]
+
+    def copy_page(self, source: PageId, target: PageId) -> None:
+        """Copy one page's bytes in every layer."""
+        for layer in range(self.spec.num_layers):
+            pages = self.by_page(layer)
+            pages[target].copy_(pages[source])
+
+    def zero(self, page: PageId, offsets: range) -> None:
+        """Zero the cells `offsets` of `page`, K and V, in every layer."""
+        for layer in range(self.spec.num_layers):
+            self.by_page(layer)[page, :, :, offsets.start : offsets.stop] = 0
