@@ -121,6 +121,10 @@ class StopParams:
         for token_id in self.stop_token_ids:
             _check_between("stopping.stop_token_ids", token_id, 0, MAX_TOKEN_ID)
 
+    def end_ids(self, eos_ids: Collection[int]) -> frozenset[int]:
+        """Tokens that end generation, given the model's end-of-text tokens."""
+        return frozenset(self.stop_token_ids) if self.ignore_eos else frozenset(self.stop_token_ids).union(eos_ids)
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """FieldOutOfRange if a stop id is none of `vocab_size` ids."""
         for token_id in self.stop_token_ids:

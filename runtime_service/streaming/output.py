@@ -1,0 +1,76 @@
+"""From sampled tokens to what the caller sees of one sample: deltas and the reason of its end, in one place for every mode."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from runtime_service.core.params import StopParams
+from runtime_service.core.sampled import SampledToken
+from runtime_service.streaming.detokenize import IncrementalDetokenizer
+from runtime_service.streaming.events import Finished, FinishReason, TokenDelta
+from runtime_service.streaming.stop import StopMatcher
+from runtime_service.streaming.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one token, or the end, leads to. The delta, if any, is sent before the finish."""
+
+    delta: TokenDelta | None
+    finish: Finished | None
+
+
+class OutputAssembler:
+    """Output of sample `index`; lives on the serving loop's thread. Once an Output has a finish, nothing more may be asked.
+
+    A text ends just before a stop string or a stop token. Nothing ends it before `min_tokens` tokens: until then the text is not
+    searched, and an end token (which the sampler does not choose by then) is a token like others.
+    """
+
+    def __init__(self, index: int, vocabulary: Vocabulary, params: StopParams, eos_ids: Collection[int]) -> None:
+        self._index = index
+        self._params = params
+        self._end_ids = params.end_ids(eos_ids)
+        self._detokenizer = IncrementalDetokenizer(vocabulary)
+        self._matcher = StopMatcher(params.stop)
+        self.num_tokens = 0
+
+    def push(self, token: SampledToken) -> Output:
+        """Take one token. InternalError if its id is outside the vocabulary; the sample is then lost, its neighbours are not."""
+        self.num_tokens += 1
+        if self.num_tokens > self._params.min_tokens and token.token_id in self._end_ids:
+            text, stop = self._rest()
+            stop_id = token.token_id if token.token_id in self._params.stop_token_ids else None
+            return self._end(FinishReason.STOP, (token,), text, stop_id if stop is None else stop)
+        text = self._detokenizer.push(token.token_id)
+        stop: str | None = None
+        if self.num_tokens >= self._params.min_tokens:
+            text, stop = self._matcher.push(text)
+        if stop is None and self.num_tokens >= self._params.max_tokens:
+            rest, stop = self._rest()
+            return self._end(FinishReason.LENGTH if stop is None else FinishReason.STOP, (token,), text + rest, stop)
+        if stop is not None:
+            return self._end(FinishReason.STOP, (token,), text, stop)
+        return Output(TokenDelta(self._index, (token,), text), None)
+
+    def finish_length(self) -> Output:
+        """End the sample because it may not grow; a stop string that was still in doubt ends it as STOP."""
+        text, stop = self._rest()
+        return self._end(FinishReason.LENGTH if stop is None else FinishReason.STOP, (), text, stop)
+
+    def cancel(self) -> Output:
+        """End the sample because somebody asked for it; text that is still withheld comes with it."""
+        return self._end(FinishReason.CANCELLED, (), self._rest()[0], None)
+
+    def _rest(self) -> tuple[str, str | None]:
+        """Text still withheld, and a stop string whose match only the end made final."""
+        text, stop = self._matcher.push(self._detokenizer.flush())
+        if stop is not None:
+            return text, stop
+        tail, stop = self._matcher.flush()
+        return text + tail, stop
+
+    def _end(self, reason: FinishReason, tokens: tuple[SampledToken, ...], text: str, match: str | int | None) -> Output:
+        delta = TokenDelta(self._index, tokens, text) if tokens or text else None
+        return Output(delta, Finished(self._index, reason, match))
