@@ -40,37 +40,39 @@ class OutputAssembler:
         """Take one token. InternalError if its id is outside the vocabulary; the sample is then lost, its neighbours are not."""
         self.num_tokens += 1
         if self.num_tokens > self._params.min_tokens and token.token_id in self._end_ids:
-            text, stop = self._rest()
             stop_id = token.token_id if token.token_id in self._params.stop_token_ids else None
-            return self._end(FinishReason.STOP, (token,), text, stop_id if stop is None else stop)
-        text = self._detokenizer.push(token.token_id)
-        stop: str | None = None
+            return self._close(FinishReason.STOP, token, "", stop_id)
+        text, match = self._detokenizer.push(token.token_id), None
         if self.num_tokens >= self._params.min_tokens:
-            text, stop = self._matcher.push(text)
-        if stop is None and self.num_tokens >= self._params.max_tokens:
-            rest, stop = self._rest()
-            return self._end(FinishReason.LENGTH if stop is None else FinishReason.STOP, (token,), text + rest, stop)
-        if stop is not None:
-            return self._end(FinishReason.STOP, (token,), text, stop)
-        return Output(TokenDelta(self._index, (token,), text), None)
+            text, match = self._matcher.push(text)
+        if match is not None:
+            return self._output(token, text, Finished(self._index, FinishReason.STOP, match))
+        if self.num_tokens >= self._params.max_tokens:
+            return self._close(FinishReason.LENGTH, token, text)
+        return self._output(token, text, None)
 
     def finish_length(self) -> Output:
-        """End the sample because it may not grow; a stop string that was still in doubt ends it as STOP."""
-        text, stop = self._rest()
-        return self._end(FinishReason.LENGTH if stop is None else FinishReason.STOP, (), text, stop)
+        """End the sample because it may not grow."""
+        return self._close(FinishReason.LENGTH)
 
     def cancel(self) -> Output:
         """End the sample because somebody asked for it; text that is still withheld comes with it."""
-        return self._end(FinishReason.CANCELLED, (), self._rest()[0], None)
+        return self._output(None, self._rest()[0], Finished(self._index, FinishReason.CANCELLED))
+
+    def _close(self, reason: FinishReason, token: SampledToken | None = None, text: str = "", stop_id: int | None = None) -> Output:
+        """Show what is withheld. A stop string in it, which only the end of the text made final, is the reason then."""
+        rest, stop = self._rest()
+        finish = Finished(self._index, reason, stop_id) if stop is None else Finished(self._index, FinishReason.STOP, stop)
+        return self._output(token, text + rest, finish)
 
     def _rest(self) -> tuple[str, str | None]:
-        """Text still withheld, and a stop string whose match only the end made final."""
-        text, stop = self._matcher.push(self._detokenizer.flush())
-        if stop is not None:
-            return text, stop
-        tail, stop = self._matcher.flush()
-        return text + tail, stop
+        """Text still withheld, and the stop string it stops at, if any."""
+        text, match = self._matcher.push(self._detokenizer.flush())
+        if match is not None:
+            return text, match
+        rest, match = self._matcher.flush()
+        return text + rest, match
 
-    def _end(self, reason: FinishReason, tokens: tuple[SampledToken, ...], text: str, match: str | int | None) -> Output:
-        delta = TokenDelta(self._index, tokens, text) if tokens or text else None
-        return Output(delta, Finished(self._index, reason, match))
+    def _output(self, token: SampledToken | None, text: str, finish: Finished | None) -> Output:
+        tokens = () if token is None else (token,)
+        return Output(TokenDelta(self._index, tokens, text) if tokens or text else None, finish)
