@@ -20,3 +20,31 @@ proto: $(VENV)/.installed ## regenerate shared/pb from proto/
 		--plugin=protoc-gen-mypy=../$(BIN)/protoc-gen-mypy --mypy_out=../shared/pb $(PROTOS:proto/%=%)
 	find shared/pb -name '*_pb2*.py*' -exec sed -i -E 's/^(from|import) quire\.v1/\1 shared.pb.quire.v1/' {} +
 	touch shared/pb/__init__.py shared/pb/quire/__init__.py shared/pb/quire/v1/__init__.py
+
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -U pip
+	$(BIN)/pip install -q --disable-pip-version-check torch==2.14.1
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[compiler,redis,s3,signing,dev]'
+	touch $@
+
+setup: $(VENV)/.installed ## the virtual environment with everything development needs
+
+demo: setup ## fetch a small model, compile it, stream from it with compaction on
+	$(BIN)/python -m shared.cli.demo
+
+check: lint types arch ## lint, types and import rules
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	cd proto && ../$(BIN)/buf lint
+
+types: setup
+	$(BIN)/mypy
+
+arch: setup
+	$(BIN)/lint-imports
+
+test: check ## everything CI runs
+	$(BIN)/pytest tests -m "not gpu"

@@ -1,0 +1,102 @@
+"""`quire generate`: a stream of text, then what it cost."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shared.cli.options import kv_options, word_of
+from shared.cli.session import Session, session_of
+from shared.errors import FieldOutOfRange
+from shared.pb.quire.v1 import inference_pb2, inference_pb2_grpc
+from shared.rpc.status import from_message
+
+
+def stream_events(
+    stub: inference_pb2_grpc.InferenceStub, request: inference_pb2.GenerateRequest
+) -> Iterator[inference_pb2.GenerateResponse]:
+    """Events of one request. Closing the iterator, or an exception in the caller, cancels the call: grpc does not by itself."""
+    call = stub.Generate(request)
+    try:
+        yield from call
+    finally:
+        call.cancel()
+
+
+def generate_command(
+    context: typer.Context,
+    engine: Annotated[str, typer.Option(help="name of a loaded engine")],
+    prompt: Annotated[str | None, typer.Option(help="prompt text")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="file with the prompt; - reads standard input")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 = greedy")] = 0.0,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    top_k: Annotated[int | None, typer.Option(min=0)] = None,
+    min_p: Annotated[float | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option(min=0)] = None,
+    n: Annotated[int, typer.Option(min=1, help="samples of the prompt")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="stop string, repeatable")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
+    compaction: Annotated[str | None, typer.Option(help="policy=sink_recent,budget=256,interval=64 or off")] = None,
+    request_id: Annotated[str, typer.Option()] = "",
+) -> None:
+    """Stream a completion to standard output and its usage to standard error."""
+    session = session_of(context)
+    request = inference_pb2.GenerateRequest(
+        request_id=request_id,
+        engine=engine,
+        text=_prompt(prompt, prompt_file),
+        sampling=inference_pb2.Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, n=n),
+        stopping=inference_pb2.Stopping(max_tokens=max_tokens, stop=stop or (), ignore_eos=ignore_eos),
+        kv=kv_options(compaction),
+    )
+    with session.inference() as stub:
+        for event in stream_events(stub, request):
+            show_event(session, event, label_samples=n > 1)
+
+
+def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise FieldOutOfRange("give either --prompt or --prompt-file", field="--prompt")
+    if prompt is not None:
+        return prompt
+    assert prompt_file is not None
+    if str(prompt_file) == "-":
+        return sys.stdin.read()
+    try:
+        return prompt_file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FieldOutOfRange(f"--prompt-file must be a readable UTF-8 text file: {error}", field="--prompt-file") from error
+
+
+def show_event(session: Session, event: inference_pb2.GenerateResponse, *, label_samples: bool) -> None:
+    """JSON: every event a line. Text: deltas as they come, then the finish reason and the usage."""
+    kind = event.WhichOneof("event")
+    if session.as_json:
+        session.print_json(event)
+    elif kind == "delta":
+        sys.stdout.write(f"[{event.delta.index}] {event.delta.text}\n" if label_samples else event.delta.text)
+        sys.stdout.flush()
+    elif kind == "finished":
+        reason = word_of(inference_pb2.FinishReason, "FINISH_REASON", event.finished.reason)
+        sys.stdout.write("" if label_samples else "\n")
+        session.progress.print(f"finished: {reason}", highlight=False)
+    elif kind == "usage":
+        session.progress.print(usage_line(event.usage), highlight=False)
+    if kind == "error":
+        raise from_message(event.error)
+
+
+def usage_line(usage: inference_pb2.Usage) -> str:
+    decode_s = usage.generate_s - usage.time_to_first_token_s
+    rate = (usage.generated_tokens - 1) / decode_s if decode_s > 0 and usage.generated_tokens > 1 else 0.0
+    return (
+        f"{usage.prompt_tokens} prompt + {usage.generated_tokens} generated tokens, "
+        f"first after {usage.time_to_first_token_s:.2f} s, {rate:.1f} tokens/s; "
+        f"{usage.compaction_rounds} rounds evicted {usage.tokens_evicted} tokens and freed {usage.pages_freed} pages; "
+        f"{usage.physical_length} entries held at the end"
+    )

@@ -1,0 +1,98 @@
+"""Words of the command line turned into messages; every refusal names the option."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shared.errors import FieldOutOfRange
+from shared.pb.quire.v1 import common_pb2, compiler_pb2, inference_pb2
+from shared.profiles import parse_profile
+
+DEFAULT_PROFILES = ("decode=8x1", "prefill=1x128")
+DEFAULT_INTERVAL = 64
+
+
+def enum_value(enum: Any, prefix: str, word: str, option: str) -> Any:
+    """The value of `PREFIX_WORD`; FieldOutOfRange listing the words there are. `enum` is a generated enum wrapper."""
+    names: dict[str, int] = dict(enum.items())
+    key = f"{prefix}_{word.upper()}"
+    if key not in names or names[key] == 0:
+        words = ", ".join(sorted(n.removeprefix(prefix + "_").lower() for n, v in names.items() if v))
+        raise FieldOutOfRange(f"{option} must be one of {words}; got {word!r}", field=option)
+    return names[key]
+
+
+def word_of(enum: Any, prefix: str, value: int) -> str:
+    """`paged` for KV_LAYOUT_PAGED."""
+    return str(enum.Name(value)).removeprefix(prefix + "_").lower()
+
+
+def profile_messages(words: Sequence[str]) -> list[common_pb2.OptimizationProfile]:
+    def message(word: str) -> common_pb2.OptimizationProfile:
+        profile = parse_profile(word)
+        batch, length = profile.batch, profile.query_len
+        return common_pb2.OptimizationProfile(
+            name=profile.name,
+            batch=common_pb2.SizeRange(min=batch.min, opt=batch.opt, max=batch.max),
+            query_len=common_pb2.SizeRange(min=length.min, opt=length.opt, max=length.max),
+        )
+
+    return [message(word) for word in words]
+
+
+def compile_spec(
+    source: str,
+    backend: str,
+    layout: str,
+    dtype: str,
+    max_len: int,
+    page_size: int,
+    profiles: Sequence[str],
+    targets: Sequence[str] = (),
+) -> compiler_pb2.CompileSpec:
+    """A spec whose source, where it is a path on this machine, is absolute."""
+    path = Path(source).expanduser()
+    return compiler_pb2.CompileSpec(
+        source=str(path.resolve()) if path.exists() else source,
+        backend=enum_value(common_pb2.Backend, "BACKEND", backend, "--backend"),
+        layout=enum_value(common_pb2.KVLayout, "KV_LAYOUT", layout, "--layout"),
+        dtype=enum_value(common_pb2.ElementType, "ELEMENT_TYPE", dtype, "--dtype"),
+        max_len=max_len,
+        page_size=page_size if layout == "paged" else 0,
+        profiles=profile_messages(profiles or DEFAULT_PROFILES),
+        targets=targets,
+    )
+
+
+def kv_options(compaction: str | None) -> inference_pb2.KVOptions:
+    """`off`, or `policy=sink_recent,budget=256,interval=64[,sinks=4]`; None leaves the engine's default."""
+    if compaction is None:
+        return inference_pb2.KVOptions()
+    if compaction == "off":
+        return inference_pb2.KVOptions(off=True)
+    fields: dict[str, str] = {}
+    for part in compaction.split(","):
+        name, equals, value = part.partition("=")
+        if not equals or name not in ("policy", "budget", "interval", "sinks") or name in fields:
+            raise FieldOutOfRange(
+                f"--compaction is off or policy=NAME,budget=N[,interval=N][,sinks=N]; got {compaction!r}", field="--compaction"
+            )
+        fields[name] = value
+    if not fields.get("policy") or "budget" not in fields:
+        raise FieldOutOfRange(f"--compaction needs policy=NAME and budget=N; got {compaction!r}", field="--compaction")
+
+    def number(name: str) -> int:
+        if not fields[name].isdecimal():
+            raise FieldOutOfRange(f"--compaction {name} must be a whole number; got {fields[name]!r}", field="--compaction")
+        return int(fields[name])
+
+    options = inference_pb2.CompactionOptions(
+        name=fields["policy"],
+        budget=number("budget"),
+        interval=number("interval") if "interval" in fields else DEFAULT_INTERVAL,
+    )
+    if "sinks" in fields:
+        options.sinks = number("sinks")
+    return inference_pb2.KVOptions(policy=options)
