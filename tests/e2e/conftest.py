@@ -1,0 +1,189 @@
+"""Both services as `quire up` runs them, on free loopback ports, with the real models compiled once a machine.
+
+The data directory is kept in the cache so that a second run reuses artifacts; QUIRE_E2E_DATA chooses another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from shared.cli import watch
+from shared.cli.fetch import fetch_smollm2
+from shared.cli.generate import stream_events
+from shared.cli.options import compile_spec
+from shared.cli.session import Output, Session
+from shared.ids import new_id
+from shared.pb.quire.v1 import compiler_pb2, control_pb2, inference_pb2
+from tests.e2e.hf_oracle import Oracle
+
+CACHE = Path(os.environ.get("QUIRE_CACHE", "~/.cache/quire")).expanduser()
+DATA = Path(os.environ.get("QUIRE_E2E_DATA", CACHE / "e2e"))
+
+
+@dataclass
+class Generated:
+    text: str
+    tokens: list[int]
+    reason: int
+    usage: inference_pb2.Usage
+
+
+@dataclass
+class Quire:
+    """A running pair of services and the few verbs the tests speak."""
+
+    session: Session
+    process: subprocess.Popen[bytes]
+
+    def compile(self, source: Path, **changes) -> compiler_pb2.CompileJob:
+        options = {"backend": "inductor", "layout": "paged", "dtype": "float32", "max_len": 2048, "page_size": 16, "profiles": ()}
+        spec = compile_spec(str(source), **(options | changes))
+        with self.session.compiler() as stub:
+            job = stub.CreateCompileJob(compiler_pb2.CreateCompileJobRequest(request_id=new_id(), spec=spec)).job
+            return watch.follow(self.session, stub, job.job_id, show=False)
+
+    def artifact(self, artifact_id: str) -> compiler_pb2.Artifact:
+        with self.session.compiler() as stub:
+            return stub.GetArtifact(compiler_pb2.GetArtifactRequest(artifact_id=artifact_id)).artifact
+
+    def load(self, artifact_id: str, name: str, num_pages: int) -> control_pb2.Engine:
+        with self.session.control() as stub:
+            request = control_pb2.LoadEngineRequest(artifact_id=artifact_id, name=name, num_pages=num_pages)
+            return stub.LoadEngine(request).engine
+
+    def unload(self, name: str) -> None:
+        with self.session.control() as stub:
+            stub.UnloadEngine(control_pb2.UnloadEngineRequest(name=name))
+
+    def engine_load(self, name: str) -> control_pb2.EngineLoad:
+        with self.session.control() as stub:
+            engines = stub.GetLoad(control_pb2.GetLoadRequest()).engines
+        return next(e for e in engines if e.name == name)
+
+    def generate(self, request: inference_pb2.GenerateRequest, on_event: Callable | None = None) -> Generated:
+        text, tokens, reason, usage = "", [], 0, None
+        with self.session.inference() as stub:
+            for event in stream_events(stub, request):
+                if on_event:
+                    on_event(event)
+                match event.WhichOneof("event"):
+                    case "delta":
+                        text += event.delta.text
+                        tokens += event.delta.token_ids
+                    case "finished":
+                        reason = event.finished.reason
+                    case "usage":
+                        usage = event.usage
+                    case "error":
+                        raise AssertionError(event.error)
+        assert usage is not None, "a stream without an error ends with usage"
+        return Generated(text, tokens, reason, usage)
+
+    def greedy(self, engine: str, prompt: list[int], max_tokens: int, on_event: Callable | None = None, **compaction) -> Generated:
+        kv = inference_pb2.KVOptions(off=True)
+        if compaction:
+            kv = inference_pb2.KVOptions(policy=inference_pb2.CompactionOptions(**({"name": "sink_recent"} | compaction)))
+        request = inference_pb2.GenerateRequest(
+            engine=engine,
+            token_ids=inference_pb2.TokenIds(ids=prompt),
+            sampling=inference_pb2.Sampling(temperature=0.0),
+            stopping=inference_pb2.Stopping(max_tokens=max_tokens, ignore_eos=True),
+            kv=kv,
+        )
+        return self.generate(request, on_event)
+
+
+def start_quire(data: Path, environment: dict[str, str] | None = None) -> Quire:
+    command = [sys.executable, "-m", "shared.cli.main", "up", "--data", str(data)]
+    command += ["--compiler-address", "127.0.0.1:0", "--runtime-address", "127.0.0.1:0"]
+    data.mkdir(parents=True, exist_ok=True)
+    with (data / "services.log").open("ab") as log:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, env=os.environ | (environment or {}), start_new_session=True
+        )
+    line = process.stdout.readline()
+    assert line, f"quire up did not start; see {data / 'services.log'}"
+    ready = json.loads(line)
+    return Quire(Session(Output.TEXT, ready["compiler_address"], ready["runtime_address"], None, None, None, None), process)
+
+
+def stop_quire(quire: Quire) -> int:
+    quire.process.send_signal(signal.SIGTERM)
+    return quire.process.wait(timeout=90)
+
+
+@pytest.fixture(scope="session")
+def quire():
+    running = start_quire(DATA)
+    yield running
+    assert stop_quire(running) == 0
+
+
+@pytest.fixture(scope="session")
+def smollm2_source() -> Path:
+    return fetch_smollm2(CACHE)
+
+
+@dataclass(frozen=True)
+class LoadedEngine:
+    name: str
+    artifact: compiler_pb2.Artifact
+    oracle: Oracle
+
+
+def _component(quire: Quire, artifact: compiler_pb2.Artifact) -> Path:
+    """The model component's directory in the local store."""
+    found = list((DATA / "artifacts").rglob(f"{artifact.model_id}/config.json"))
+    assert len(found) == 1, f"one component {artifact.model_id} was expected, found {found}"
+    return found[0].parent
+
+
+@pytest.fixture(scope="session")
+def smollm2_paged(quire, smollm2_source) -> LoadedEngine:
+    artifact = quire.artifact(quire.compile(smollm2_source, profiles=("decode=8x1", "prefill=1x128")).artifact_id)
+    quire.load(artifact.artifact_id, "smollm2-paged", num_pages=512)
+    return LoadedEngine("smollm2-paged", artifact, Oracle(_component(quire, artifact)))
+
+
+@pytest.fixture(scope="session")
+def smollm2_linear(quire, smollm2_source) -> LoadedEngine:
+    artifact = quire.artifact(quire.compile(smollm2_source, layout="linear", max_len=512).artifact_id)
+    quire.load(artifact.artifact_id, "smollm2-linear", num_pages=10)
+    return LoadedEngine("smollm2-linear", artifact, Oracle(_component(quire, artifact)))
+
+
+@pytest.fixture(params=["smollm2_paged", "smollm2_linear"], ids=["paged", "linear"])
+def smollm2(request) -> LoadedEngine:
+    return request.getfixturevalue(request.param)
+
+
+def in_parallel(calls: list[Callable[[], object]], delays_s: list[float]) -> list[object]:
+    """Run each call on a thread of its own, started after its delay; the first exception is raised here."""
+    results: list[object] = [None] * len(calls)
+    failures: list[BaseException] = []
+
+    def run(i: int) -> None:
+        threading.Event().wait(delays_s[i])
+        try:
+            results[i] = calls[i]()
+        except BaseException as error:  # noqa: BLE001 - re-raised below, on the test's own thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return results

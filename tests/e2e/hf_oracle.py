@@ -1,0 +1,87 @@
+"""The independent oracle: eager `transformers` on the same weights, its cache pruned by hand where a round would prune.
+
+Nothing of Quire is imported. `kept` is written out again from the description of the policy, not taken from its code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """When and how a sink_recent round prunes: at budget + interval entries, down to the first `sinks` and the newest rest."""
+
+    budget: int
+    interval: int
+    sinks: int = 4
+
+    @property
+    def limit(self) -> int:
+        return self.budget + self.interval
+
+    def kept(self, length: int) -> list[int]:
+        recent = self.budget - self.sinks
+        return [*range(self.sinks), *range(length - recent, length)]
+
+
+@dataclass
+class Result:
+    tokens: list[int] = field(default_factory=list)
+    rounds: int = 0
+    evicted: int = 0
+
+
+@dataclass
+class Oracle:
+    """A model component directory (config.json, weights.safetensors, tokenizer.json) run by transformers on the CPU in float32."""
+
+    directory: Path
+
+    @cached_property
+    def model(self):
+        model = AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32, attn_implementation="eager")
+        return model.eval()
+
+    @cached_property
+    def tokenizer(self):
+        return AutoTokenizer.from_pretrained(self.directory)
+
+    @torch.inference_mode()
+    def greedy(
+        self, prompt: list[int], max_tokens: int, eos: frozenset[int] = frozenset(), rounds: Rounds | None = None, chunk: int = 128
+    ):
+        """Greedy tokens. With `rounds`, the prompt goes in by chunks that never pass the limit, as the runtime promises."""
+        cache, result, position = DynamicCache(config=self.model.config), Result(), 0
+        pending = list(prompt)
+        while True:
+            held = cache.get_seq_length()
+            size = min(len(pending), chunk, rounds.limit - held) if rounds else len(pending)
+            ids, pending = pending[:size], pending[size:]
+            positions = torch.arange(position, position + size)[None]
+            out = self.model(input_ids=torch.tensor([ids]), position_ids=positions, past_key_values=cache, use_cache=True)
+            position += size
+            if rounds and cache.get_seq_length() >= rounds.limit:
+                self._prune(cache, rounds, result)
+            if pending:
+                continue
+            token = int(out.logits[0, -1].argmax())
+            result.tokens.append(token)
+            if len(result.tokens) == max_tokens or token in eos:
+                return result
+            pending = [token]
+
+    @staticmethod
+    def _prune(cache: DynamicCache, rounds: Rounds, result: Result) -> None:
+        length = cache.get_seq_length()
+        kept = torch.tensor(rounds.kept(length))
+        for layer in cache.layers:
+            layer.keys = layer.keys[:, :, kept].contiguous()
+            layer.values = layer.values[:, :, kept].contiguous()
+        result.rounds += 1
+        result.evicted += length - len(kept)

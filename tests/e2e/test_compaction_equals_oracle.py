@@ -1,0 +1,58 @@
+"""With rounds, the real model's tokens equal eager `transformers` whose cache is pruned to the same entries at the same moments."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.conftest import in_parallel
+from tests.e2e.hf_oracle import Rounds
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+STORY = "Once upon a time, a small robot set out to find the sea. "
+
+
+@pytest.mark.parametrize(
+    ("repeat", "rounds", "max_tokens"),
+    [(1, Rounds(budget=32, interval=16), 100), (24, Rounds(budget=96, interval=32), 120)],
+    ids=["short prompt", "prompt longer than the budget"],
+)
+def test_tokens_equal_the_pruned_cache(quire, smollm2, repeat, rounds, max_tokens):
+    prompt = smollm2.oracle.tokenizer.encode(STORY * repeat)
+    expected = smollm2.oracle.greedy(prompt, max_tokens, rounds=rounds)
+    assert expected.rounds >= 3
+    assert expected.tokens != smollm2.oracle.greedy(prompt, max_tokens).tokens, "the rounds must matter, or the test shows nothing"
+    got = quire.greedy(smollm2.name, prompt, max_tokens, budget=rounds.budget, interval=rounds.interval, sinks=rounds.sinks)
+    assert got.tokens == expected.tokens
+    assert (got.usage.compaction_rounds, got.usage.tokens_evicted) == (expected.rounds, expected.evicted)
+
+
+def test_2000_tokens_hold_their_pages_and_lend_the_rest(quire, smollm2_paged):
+    budget, interval, page = 256, 64, smollm2_paged.artifact.page_size
+    prompt = smollm2_paged.oracle.tokenizer.encode(STORY)
+    free = quire.engine_load(smollm2_paged.name).pages_free
+    seen: list[int] = []
+    alone = smollm2_paged.oracle.greedy(prompt, 32).tokens
+
+    def long_one():
+        return quire.greedy(smollm2_paged.name, prompt, 2000, budget=budget, interval=interval)
+
+    def short_one():
+        seen.append(quire.engine_load(smollm2_paged.name).pages_free)
+        return quire.greedy(smollm2_paged.name, prompt, 32).tokens
+
+    long, *short = in_parallel([long_one, short_one, short_one], [0.0, 10.0, 20.0])
+    assert len(long.tokens) == 2000
+    assert long.usage.peak_pages <= (budget + interval) // page + 1
+    assert long.usage.physical_length < budget + interval
+    assert long.usage.compaction_rounds == (len(prompt) + 2000 - 1 - budget) // interval
+    assert short == [alone, alone]
+    assert min(seen) >= free - ((budget + interval) // page + 1)
+    assert quire.engine_load(smollm2_paged.name).pages_free == free
+
+
+def test_a_linear_engine_generates_past_its_max_len(quire, smollm2_linear):
+    assert smollm2_linear.artifact.max_len == 512
+    prompt = smollm2_linear.oracle.tokenizer.encode(STORY)
+    got = quire.greedy(smollm2_linear.name, prompt, 2000, budget=256, interval=64)
+    assert len(got.tokens) == 2000
+    assert got.usage.physical_length <= 512

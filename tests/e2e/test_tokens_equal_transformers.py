@@ -1,0 +1,60 @@
+"""float32 greedy output of the real model equals `transformers`, token for token: alone, and mixed in batches of 8."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.conftest import in_parallel
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+MAX_TOKENS = 64
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "Q: What is 17 + 25?\nA:",
+    "Once upon a time, in a village by the sea, there lived",
+    "The three laws of thermodynamics are",
+    "<|im_start|>user\nName three fruits.<|im_end|>\n<|im_start|>assistant\n",
+    "SELECT name, age FROM users WHERE",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "1, 2, 4, 8, 16,",
+    "La tour Eiffel est",
+    "Wasser besteht aus",
+    "<|im_start|>system\nYou are terse.<|im_end|>\n<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n",
+    '{"name": "Ada", "born": 1815, "known_for":',
+    "import numpy as np\n\n# Solve a linear system\n",
+    "A haiku about autumn leaves:\n",
+    "The quick brown fox jumps over the lazy dog. " * 12,
+    "Roses are red, violets are blue,",
+    "In 1969, humans first",
+    "Ingredients: 200 g flour, 2 eggs,",
+    "x",
+)
+
+
+@pytest.fixture(scope="module")
+def expected(smollm2_paged):
+    oracle = smollm2_paged.oracle
+    prompts = [oracle.tokenizer.encode(text) for text in PROMPTS]
+    return [(prompt, oracle.greedy(prompt, MAX_TOKENS).tokens) for prompt in prompts]
+
+
+def test_prompts_are_varied(expected):
+    lengths = sorted(len(prompt) for prompt, _ in expected)
+    assert len(PROMPTS) == 20
+    assert lengths[0] == 1
+    assert lengths[-1] > 100
+
+
+def test_alone(quire, smollm2, expected):
+    for prompt, tokens in expected:
+        assert quire.greedy(smollm2.name, prompt, MAX_TOKENS).tokens == tokens
+
+
+def test_mixed_in_batches_with_different_arrivals(quire, smollm2, expected):
+    for first in range(0, len(expected), 8):
+        group = expected[first : first + 8]
+        calls = [lambda prompt=prompt: quire.greedy(smollm2.name, prompt, MAX_TOKENS).tokens for prompt, _ in group]
+        got = in_parallel(calls, [0.15 * i for i in range(len(calls))])
+        assert got == [tokens for _, tokens in group]
+    assert quire.engine_load(smollm2.name).requests_running == 0
