@@ -1,0 +1,71 @@
+"""Digest of a source's bytes, remembered by what the file system says of its files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from shared.errors import SourceInvalid
+
+_BLOCK_BYTES = 1 << 22
+_REMEMBERED = 512
+
+
+def fingerprint(files: Sequence[Path]) -> str:
+    """A text that changes when a file is replaced, touched or resized: path, size, mtime and inode of each. Reads no content."""
+    stats = [(path, path.stat()) for path in files]
+    return json.dumps([[str(path), s.st_size, s.st_mtime_ns, s.st_ino, s.st_dev] for path, s in stats])
+
+
+def hash_files(files: Sequence[Path]) -> str:
+    """sha256 in hex over name, size and content of every file, in the given order."""
+    total = hashlib.sha256()
+    for path in files:
+        content = hashlib.sha256()
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                content.update(block)
+        total.update(json.dumps([path.name, content.hexdigest()]).encode())
+    return total.hexdigest()
+
+
+class DigestCache:
+    """Remembers digests of unchanged files across processes, in one small JSON file. Losing it only costs time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def digest(self, files: Sequence[Path]) -> str:
+        """`hash_files(files)`, looked up by their fingerprint first. SourceInvalid if a file changes meanwhile."""
+        before = fingerprint(files)
+        known = self._load()
+        if before in known:
+            return known[before]
+        digest = hash_files(files)
+        check_unchanged(files, before)
+        self._save({**known, before: digest})
+        return digest
+
+    def _load(self) -> dict[str, str]:
+        try:
+            known = json.loads(self._path.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return known if isinstance(known, dict) else {}
+
+    def _save(self, known: dict[str, str]) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=self._path.name)
+        with os.fdopen(handle, "w") as file:
+            json.dump(dict(list(known.items())[-_REMEMBERED:]), file)
+        Path(name).replace(self._path)
+
+
+def check_unchanged(files: Sequence[Path], before: str) -> None:
+    """SourceInvalid unless `fingerprint(files)` still is `before`."""
+    if fingerprint(files) != before:
+        raise SourceInvalid(f"{files[0].parent.name} changed while it was read; compile again once it is complete")
