@@ -1,0 +1,61 @@
+"""Settings both services share. Each service extends this class with its own, read from `QUIRE_<SERVICE>_*` variables.
+
+Resolved once, in the service's `__main__`; nothing else reads the environment.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import BaseSettings
+
+from shared.rpc.auth import AuthInterceptor, read_tokens
+from shared.rpc.server import ServerOptions, TlsFiles
+
+
+class ServiceSettings(BaseSettings):
+    """`data` is read from QUIRE_DATA, since both services must agree on it; every other field has the service's own prefix."""
+
+    data: Path = Field(default=Path("~/.local/share/quire"), validation_alias="QUIRE_DATA")
+    address: str
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    tokens: Path | None = None
+    """Token file of shared/rpc/auth.py; without it every caller may do everything."""
+    allow_plaintext: bool = False
+    """Serve without TLS on an address that is not loopback."""
+    reflection: bool = False
+    log_level: str = "info"
+    drain_s: float = Field(default=30.0, ge=0)
+    """Longest time running calls get after SIGTERM."""
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key go together: give both or none")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise ValueError("tls_client_ca needs tls_certificate and tls_key")
+        return self
+
+    @property
+    def data_directory(self) -> Path:
+        return self.data.expanduser().resolve()
+
+    @property
+    def artifacts_directory(self) -> Path:
+        return self.data_directory / "artifacts"
+
+    @property
+    def server_options(self) -> ServerOptions:
+        """FieldOutOfRange where the address would be served in plaintext beyond this machine."""
+        tls = None
+        if self.tls_certificate is not None and self.tls_key is not None:
+            tls = TlsFiles(self.tls_certificate, self.tls_key, self.tls_client_ca)
+        return ServerOptions(self.address, tls, self.allow_plaintext, self.reflection)
+
+    @property
+    def interceptors(self) -> list[AuthInterceptor]:
+        return [AuthInterceptor(read_tokens(self.tokens))] if self.tokens is not None else []
