@@ -32,3 +32,10 @@ class GenerationRequest:
     def max_entries(self) -> int:
         """KV entries one sequence writes in all: the last sampled token is never fed back."""
         return len(self.prompt_ids) + self.stop.max_tokens - 1
+
+    @property
+    def max_physical(self) -> int:
+        """Most KV entries one sequence holds at once."""
+        if self.compaction is None:
+            return self.max_entries
+        return min(self.max_entries, self.compaction.budget + self.compaction.interval)

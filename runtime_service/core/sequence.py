@@ -20,6 +20,7 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from enum import StrEnum
 
+from runtime_service.core.evidence import CompactionEvidence
 from runtime_service.core.request import GenerationRequest
 from shared.ids import Ordinal, PageId, Position
 
@@ -65,6 +66,8 @@ class Sequence:
         self.rounds: list[RoundRecord] = []
         self.replayed = 0
         self.preemptions = 0
+        self.peak_pages = 0
+        self.evidence = CompactionEvidence()
 
     def __repr__(self) -> str:
         return (
@@ -95,13 +98,6 @@ class Sequence:
     def rank(self) -> tuple[int, int]:
         """Sorts what runs first to the front."""
         return (-self.request.priority, self.arrival)
-
-    @property
-    def max_physical(self) -> int:
-        """Most entries it ever holds at once."""
-        rounds = self.request.compaction
-        total = self.request.max_entries
-        return total if rounds is None else min(total, rounds.budget + rounds.interval)
 
     @property
     def is_replaying(self) -> bool:
@@ -137,17 +133,15 @@ class Sequence:
 
     def evict(self, kept: Ordered[Ordinal]) -> None:
         """A round moved the entries at ordinals `kept` (strictly ascending) to the front and dropped the rest."""
-        if self.is_replaying:
-            self.replayed += 1
-        else:
+        if not self.is_replaying:
             survivors = set(kept)
             evicted = array("i", (o for o in range(self.physical_len) if o not in survivors))
             self.rounds.append(RoundRecord(self.computed, evicted))
-            self.replayed += 1
+        self.replayed += 1
         self.positions = [self.positions[o] for o in kept]
 
-    def replayed_decision(self) -> list[Ordinal]:
-        """The ordinals that the next remembered round kept."""
+    def remembered_round(self) -> list[Ordinal]:
+        """The ordinals kept by the next round to replay."""
         evicted = set(self.rounds[self.replayed].evicted)
         return [Ordinal(o) for o in range(self.physical_len) if o not in evicted]
 
@@ -165,6 +159,7 @@ class Sequence:
     def hold(self, pages: Iterable[PageId]) -> None:
         """It owns `pages` from now on, behind those it has."""
         self.pages.extend(pages)
+        self.peak_pages = max(self.peak_pages, len(self.pages))
 
     def _drop_cache(self) -> list[PageId]:
         pages, self.pages = self.pages, []

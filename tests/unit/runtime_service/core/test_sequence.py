@@ -63,7 +63,7 @@ def test_a_round_shrinks_the_physical_length_only() -> None:
 
 def test_room_ends_at_budget_plus_interval() -> None:
     sequence = make(prompt=20, compaction=CompactionParams("sink_recent", budget=8, interval=4, sinks=1))
-    assert (sequence.max_physical, sequence.room, sequence.round_is_due) == (12, 12, False)
+    assert (sequence.request.max_physical, sequence.room, sequence.round_is_due) == (12, 12, False)
     sequence.advance(12)
     assert sequence.round_is_due
     sequence.evict(kept(0, *range(5, 12)))
@@ -72,8 +72,8 @@ def test_room_ends_at_budget_plus_interval() -> None:
 
 def test_a_request_that_never_reaches_a_round_needs_no_more_than_its_tokens() -> None:
     sequence = make(prompt=5, max_tokens=3, compaction=CompactionParams("sink_recent", budget=80, interval=40))
-    assert sequence.max_physical == 7  # the last sampled token is never written
-    assert make(prompt=5, max_tokens=1).max_physical == 5
+    assert sequence.request.max_physical == 7  # the last sampled token is never written
+    assert make(prompt=5, max_tokens=1).request.max_physical == 5
 
 
 def test_preemption_forgets_the_cache_and_replays_the_same_rounds() -> None:
@@ -96,11 +96,11 @@ def test_preemption_forgets_the_cache_and_replays_the_same_rounds() -> None:
     assert (sequence.room, sequence.is_replaying) == (8, True)
     sequence.advance(8)
     assert sequence.round_is_due
-    assert sequence.replayed_decision() == [0, 3, 6, 7]
-    sequence.evict(sequence.replayed_decision())
+    assert sequence.remembered_round() == [0, 3, 6, 7]
+    sequence.evict(sequence.remembered_round())
     assert (sequence.room, sequence.is_replaying) == (3, True)
     sequence.advance(3)
-    sequence.evict(sequence.replayed_decision())
+    sequence.evict(sequence.remembered_round())
     assert sequence.positions == held
     assert (sequence.is_replaying, len(sequence.rounds), sequence.room) == (False, 2, 4)
 

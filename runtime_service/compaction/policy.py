@@ -1,0 +1,59 @@
+"""What an eviction policy is: a score for every entry, higher = keep. How many stay, and in what order, is decided elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from runtime_service.core.sequence import Sequence as KVSequence
+from runtime_service.kv.pool import KVPool
+from shared.ids import Position
+
+
+class KVView:
+    """What a policy may read of one sequence. Valid during one round; keys are gathered from the pool only when asked for."""
+
+    def __init__(self, sequence: KVSequence, pool: KVPool) -> None:
+        self._sequence = sequence
+        self._pool = pool
+
+    @property
+    def length(self) -> int:
+        """Entries held, the physical length."""
+        return self._sequence.physical_len
+
+    @property
+    def logical_length(self) -> int:
+        """Tokens computed; the next one has this position."""
+        return self._sequence.computed
+
+    @property
+    def positions(self) -> Sequence[Position]:
+        """Logical position of each entry, ascending, `[length]`."""
+        return self._sequence.positions
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers that hold every entry. Sliding-window layers do not: of what lies behind their window nothing is left."""
+        return tuple(layer for layer, group in self._pool.spec.iter_layers() if group.window is None)
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """Keys as stored, rotated: `[kv_heads, length, head_dim]`, the pool's dtype, a copy."""
+        return self._pool.keys(layer, self._sequence.pages, self.length)
+
+
+class Policy(Protocol):
+    """Stateless, and the same scores for the same view: rounds are replayed from what was decided, not scored again."""
+
+    @property
+    def reads_keys(self) -> bool:
+        """Whether `score` asks for keys, and so needs a layer that holds every entry."""
+        ...
+
+    def score(self, view: KVView) -> NDArray[np.float32]:
+        """float32 `[length]`, higher = keep, never NaN."""
+        ...
