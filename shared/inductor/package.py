@@ -1,0 +1,106 @@
+"""An unpacked AOTInductor package: what can be read of it, and the only way to run it.
+
+Running a package before its constants are loaded is a segmentation fault inside libtorch, so nothing here can: opening gives a
+`Package` without a call, and binding constants to it gives the `BoundPackage` that has one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared.errors import ArtifactCorrupt, EngineIncompatible
+from shared.kernels.attention.ops import load_ops
+
+_MODEL_NAME = "model"
+_PAGED_ATTEND = "quire::paged_attend"
+_CALLER_PREFIX = "arg"
+"""Generated code calls the tensors of its caller `arg0_1`, ...; what it allocates itself is `buf0`, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUse:
+    """One call of `quire::paged_attend` in the generated code."""
+
+    pool: str
+    page_dim: int
+    window: int | None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the call is handed the caller's own tensor rather than a copy of it."""
+        return self.pool.startswith(_CALLER_PREFIX)
+
+
+class Package:
+    """A package opened from its directory. Its library is mapped and its metadata known; it cannot run.
+
+    ArtifactCorrupt when the directory holds no readable package. Opening maps native code: check the host's CPU first.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        load_ops()
+        try:
+            self._loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(directory), _MODEL_NAME, False, 1, -1)
+        except RuntimeError as error:
+            raise ArtifactCorrupt(f"{directory} should hold an unpacked AOTInductor package; {error}") from error
+        self.metadata: dict[str, str] = dict(self._loader.get_metadata())
+        self.constants = frozenset(self._loader.get_constant_fqns())
+        self.pool_uses = tuple(_pool_uses(directory))
+        self.num_inputs = _num_inputs(self._loader.get_call_spec()[0])
+
+    def bind(self, constants: Mapping[str, Tensor]) -> BoundPackage:
+        """The package reading its constants from these very tensors: nothing is copied, the result keeps them alive.
+
+        EngineIncompatible unless exactly the constants of the package are given.
+        """
+        if self.constants != constants.keys():
+            missing, unknown = sorted(self.constants - constants.keys()), sorted(constants.keys() - self.constants)
+            raise EngineIncompatible(
+                f"the engine wants {len(self.constants)} constants; missing {missing[:3]}, not known to it {unknown[:3]}",
+                details={"field": "constants", "expected": str(len(self.constants)), "got": str(len(constants))},
+            )
+        held = dict(constants)
+        # check_full_update, user_managed: every constant is set, and stays the caller's memory.
+        self._loader.load_constants(held, False, True, True)
+        return BoundPackage(self._loader, held)
+
+
+class BoundPackage:
+    """A package that can run. Inputs are not checked here: a value out of range ends the process, not the call."""
+
+    def __init__(self, loader: Any, constants: Mapping[str, Tensor]) -> None:
+        self._loader = loader
+        self._constants = constants
+
+    def run(self, inputs: Sequence[Tensor]) -> Tensor:
+        """The program's one output. Inputs in the program's order, contiguous."""
+        (output,) = self._loader.boxed_run(list(inputs))
+        assert isinstance(output, Tensor)
+        return output
+
+
+def _pool_uses(directory: Path) -> Iterator[PoolUse]:
+    """Calls of our op in the order the generated code makes them, read from the package's list of external calls."""
+    for path in sorted(directory.rglob("*.wrapper.json")):
+        for entry in json.loads(path.read_text())["nodes"]:
+            if entry["node"]["target"] == _PAGED_ATTEND:
+                arguments = {given["name"]: given["arg"] for given in entry["node"]["inputs"]}
+                yield PoolUse(
+                    pool=arguments["pool"]["as_tensor"]["name"],
+                    page_dim=arguments["page_dim"]["as_int"],
+                    window=arguments["window"].get("as_int"),
+                )
+
+
+def _num_inputs(call_spec: str) -> int:
+    """Positional inputs in a serialised pytree spec: the leaves of `((input, ...), {})`."""
+    _version, spec = json.loads(call_spec)
+    positional, _keywords = spec["children_spec"]
+    return len(positional["children_spec"])
