@@ -44,7 +44,9 @@ class CompileSpec:
     allow_copying: bool
 
     def __post_init__(self) -> None:
-        _require(0 < len(self.source) <= 4096 and self.source.isprintable(), "source", "1 to 4096 printable characters", self.source)
+        _require(
+            0 < len(self.source) <= 4096 and self.source.isprintable(), "source", "1 to 4096 printable characters", self.source
+        )
         _require(self.backend in BACKENDS, "backend", f"one of {', '.join(BACKENDS)}", self.backend)
         _require(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}", self.dtype)
         _require(1 <= self.max_len <= MAX_LEN_CAP, "max_len", f"1 to {MAX_LEN_CAP} tokens", self.max_len)

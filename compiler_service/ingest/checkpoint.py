@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from transformers import PreTrainedConfig
 
+from compiler_service.ingest.checkpoint_files import CONFIG, GENERATION, INDEX, TOKENIZER, read_json, weight_map_of, weight_names
 from compiler_service.ingest.model_config import build_config, family_of
 from compiler_service.ingest.safetensors_header import TensorEntry, read_safetensors_header
 from compiler_service.ingest.shapes import EMBEDDING, HEAD, check_layer_count, check_shapes, expected_shapes
-from compiler_service.ingest.source import PICKLE_SUFFIXES, Source
+from compiler_service.ingest.source import Source
 from compiler_service.ingest.tokenizer import token_ids
-from shared.errors import SourceInvalid, UnsafeSource, UnsupportedModel
+from shared.errors import SourceInvalid, UnsupportedModel
 
-CONFIG, INDEX, SINGLE, TOKENIZER, GENERATION = (
-    "config.json",
-    "model.safetensors.index.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "generation_config.json",
-)
-MAX_JSON_BYTES = 64 << 20
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 """Tables old checkpoints store although the config gives them."""
@@ -53,23 +44,15 @@ class Checkpoint:
             yield name, files[self.shards[name]].get_tensor(name)  # type: ignore[no-untyped-call]  # the library ships no types
 
 
-def checkpoint_files(source: Source) -> tuple[Path, ...]:
-    """Every file of the directory that decides the model, for its digest. SourceInvalid lists the shards that are missing."""
-    wanted = [CONFIG, TOKENIZER, *([INDEX] if source.file(INDEX).is_file() else []), *_weight_names(source)]
-    if source.file(GENERATION).is_file():
-        wanted.append(GENERATION)
-    return tuple(source.file(name) for name in wanted)
-
-
 def open_checkpoint(source: Source) -> Checkpoint:
     """Check the directory of `source` without reading weight data.
 
     SourceInvalid for missing, cut or contradictory files; UnsafeSource for pickled weights and remote code; UnsupportedModel for
     another architecture or quantised weights.
     """
-    fields = _read_json(source.file(CONFIG))
+    fields = read_json(source.file(CONFIG))
     family = family_of(fields)
-    shards = [source.file(name) for name in _weight_names(source)]
+    shards = [source.file(name) for name in weight_names(source)]
     config = build_config(family, fields)
     placed = _place(source, shards)
     check_layer_count(config, {int(match[1]) for name in placed if (match := _LAYER.match(name))})
@@ -77,43 +60,12 @@ def open_checkpoint(source: Source) -> Checkpoint:
     _check_tie(config, placed)
     check_shapes(shapes, {name: entry.shape for name, (_, entry) in placed.items()})
     generation = source.file(GENERATION)
-    declared = {**fields, **(_read_json(generation) if generation.is_file() else {})}
+    declared = {**fields, **(read_json(generation) if generation.is_file() else {})}
     tokenizer = source.file(TOKENIZER)
     if not tokenizer.is_file():
         raise SourceInvalid(f"{source.path.name} has no {TOKENIZER}")
     bos, eos = token_ids(declared.get("bos_token_id"), declared.get("eos_token_id"), config.vocab_size)
     return Checkpoint(config, source.path.name, bos, eos, shapes, {name: path for name, (path, _) in placed.items()}, tokenizer)
-
-
-def _weight_names(source: Source) -> list[str]:
-    index = source.file(INDEX)
-    if index.is_file():
-        weight_map = _weight_map(index)
-        names = sorted(set(weight_map.values()))
-        missing = [name for name in names if not source.file(name).is_file()]
-        if missing:
-            raise SourceInvalid(
-                f"{len(missing)} of {len(names)} shards are missing: {', '.join(missing[:32])}; fetch the checkpoint again"
-            )
-        return names
-    if source.file(SINGLE).is_file():
-        return [SINGLE]
-    pickled = sorted(path.name for path in source.path.iterdir() if path.suffix.lower() in PICKLE_SUFFIXES)
-    if pickled:
-        raise UnsafeSource(
-            f"the weights are pickled ({', '.join(pickled[:8])}), which runs code when read; convert them to safetensors"
-        )
-    raise SourceInvalid(f"{source.path.name} holds neither {SINGLE} nor {INDEX}")
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise SourceInvalid(f"{index.name} must hold a weight_map")
-    for shard in weight_map.values():
-        if not isinstance(shard, str) or PurePosixPath(shard).name != shard or not shard.endswith(".safetensors"):
-            raise SourceInvalid(f"{index.name} must name shards as plain .safetensors file names; got {str(shard)[:120]!r}")
-    return weight_map
 
 
 def _place(source: Source, shards: list[Path]) -> dict[str, tuple[Path, TensorEntry]]:
@@ -128,7 +80,7 @@ def _place(source: Source, shards: list[Path]) -> dict[str, tuple[Path, TensorEn
             placed[name] = (shard, entry)
     index = source.file(INDEX)
     if index.is_file():
-        for name, shard_name in _weight_map(index).items():
+        for name, shard_name in weight_map_of(index).items():
             if name not in placed or placed[name][0] != source.file(shard_name):
                 raise SourceInvalid(f"{INDEX} puts {name[:120]} into {shard_name}, which does not hold it")
     return {name: place for name, place in placed.items() if not _DERIVED.search(name)}
@@ -148,17 +100,3 @@ def _bytes(path: Path, entry: TensorEntry) -> bytes:
     with path.open("rb") as file:
         file.seek(entry.begin)
         return file.read(entry.end - entry.begin)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise SourceInvalid(f"the checkpoint has no {path.name}")
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise SourceInvalid(f"{path.name} must be at most {MAX_JSON_BYTES} bytes; it is {path.stat().st_size}")
-    try:
-        fields = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise SourceInvalid(f"{path.name} is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise SourceInvalid(f"{path.name} must be a JSON object; got {type(fields).__name__}")
-    return fields

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
-from compiler_service.ingest.checkpoint import Checkpoint, checkpoint_files, open_checkpoint
+from compiler_service.ingest.checkpoint import Checkpoint, open_checkpoint
+from compiler_service.ingest.checkpoint_files import source_files
 from compiler_service.ingest.component import Progress, write_component
 from compiler_service.ingest.digest import DigestCache, check_unchanged, fingerprint
 from compiler_service.ingest.gguf_model import GgufModel, open_gguf
@@ -21,11 +22,6 @@ from shared.manifest import encode_manifest
 
 CONVERTER_VERSION = 1
 """Raised when the same source would give other bytes."""
-
-
-def source_files(source: Source) -> tuple[Path, ...]:
-    """The files that decide the model. SourceInvalid or UnsafeSource where a checkpoint lacks some."""
-    return checkpoint_files(source) if source.kind is SourceKind.CHECKPOINT else (source.path,)
 
 
 def ensure_model(
