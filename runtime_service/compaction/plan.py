@@ -41,21 +41,25 @@ class Moves:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompactionPlan:
-    """One sequence, one round.
+    """One sequence, one round: of `length` entries those at `kept` survive.
 
     `moves` by window (None = layers that see everything). `pages` is the table the moves run on; its first `num_pages_kept` stay.
     `copies` are indices into `pages` of shared pages that the round writes to: a copy must take their place first. `scrub` are the
-    vacated cells of pages that stay, as ordinals: zeroed after the moves.
+    vacated cells of the page where the kept entries end, as ordinals: the mover zeroes them.
     """
 
     page_size: int
     pages: tuple[PageId, ...]
     length: int
-    kept_len: int
+    kept: Ordinals
     moves: dict[int | None, Moves]
     copies: tuple[int, ...]
     num_pages_kept: int
     scrub: range
+
+    @property
+    def kept_len(self) -> int:
+        return len(self.kept)
 
     @property
     def pages_kept(self) -> tuple[PageId, ...]:
@@ -124,11 +128,11 @@ def plan_round(
         page_size=page_size,
         pages=tuple(pages),
         length=decision.length,
-        kept_len=kept_len,
+        kept=decision.kept,
         moves={window: _moves(decision, window) for window in windows},
         copies=(),
         num_pages_kept=num_pages_kept,
-        scrub=range(kept_len, max(kept_len, min(decision.length, num_pages_kept * page_size))),
+        scrub=range(kept_len, min(decision.length, -(-kept_len // page_size) * page_size)),
     )
     return replace(plan, copies=tuple(index for index in plan.indices_written if is_shared(pages[index])))
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CompactionEvidence:
-    """Sums over rounds. A row is K and V of one entry, all layers and heads; `bytes_moved` counts each byte once.
+    """Sums over rounds. A row is K and V of one entry in one layer; `bytes_moved` counts a moved byte once.
+
+    A round of several sequences counts once for each, and each gets an equal part of its duration.
 
     Rounds replayed after a preemption are part of a pool's sums, since the work was done, and not of a request's, whose tokens
     were evicted once.

@@ -131,14 +131,20 @@ class Sequence:
         assert self.remaining == 0, self
         self.tokens.append(token_id)
 
-    def evict(self, kept: Ordered[Ordinal]) -> None:
-        """A round moved the entries at ordinals `kept` (strictly ascending) to the front and dropped the rest."""
+    def compact(self, kept: Ordered[Ordinal], pages: Ordered[PageId]) -> list[PageId]:
+        """A round moved the entries at ordinals `kept` (strictly ascending) to the front, onto `pages`, and dropped the rest.
+
+        Returns the pages it held and holds no more, now the caller's to release.
+        """
         if not self.is_replaying:
             survivors = set(kept)
             evicted = array("i", (o for o in range(self.physical_len) if o not in survivors))
             self.rounds.append(RoundRecord(self.computed, evicted))
         self.replayed += 1
         self.positions = [self.positions[o] for o in kept]
+        dropped = set(self.pages).difference(pages)
+        self.pages = list(pages)
+        return sorted(dropped)
 
     def remembered_round(self) -> list[Ordinal]:
         """The ordinals kept by the next round to replay."""

@@ -56,8 +56,3 @@ class KVPool:
         for layer in range(self.spec.num_layers):
             pages = self.by_page(layer)
             pages[target].copy_(pages[source])
-
-    def zero(self, page: PageId, offsets: range) -> None:
-        """Zero the cells `offsets` of `page`, K and V, in every layer."""
-        for layer in range(self.spec.num_layers):
-            self.by_page(layer)[page, :, :, offsets.start : offsets.stop] = 0

@@ -50,7 +50,7 @@ def test_a_round_shrinks_the_physical_length_only() -> None:
     """BR-055, BR-066: 100 tokens, compact to 32, decode 3: KV length 33, 34, 35 and positions 100, 101, 102."""
     sequence = make(prompt=100)
     run(sequence, 100)
-    sequence.evict(kept(*range(4), *range(72, 100)))
+    sequence.compact(kept(*range(4), *range(72, 100)), sequence.pages)
     assert (sequence.physical_len, sequence.computed, sequence.logical_len) == (32, 100, 100)
     seen = []
     for _ in range(3):
@@ -66,7 +66,7 @@ def test_room_ends_at_budget_plus_interval() -> None:
     assert (sequence.request.max_physical, sequence.room, sequence.round_is_due) == (12, 12, False)
     sequence.advance(12)
     assert sequence.round_is_due
-    sequence.evict(kept(0, *range(5, 12)))
+    sequence.compact(kept(0, *range(5, 12)), sequence.pages)
     assert (sequence.room, sequence.round_is_due) == (4, False)
 
 
@@ -81,11 +81,11 @@ def test_preemption_forgets_the_cache_and_replays_the_same_rounds() -> None:
     sequence.start()
     sequence.hold([PageId(3), PageId(5)])
     sequence.advance(8)
-    sequence.evict(kept(0, 3, 6, 7))
+    sequence.compact(kept(0, 3, 6, 7), sequence.pages)
     sequence.advance(2)
     sequence.append(1)
     sequence.advance(1)
-    sequence.evict(kept(0, 2, 5, 6))  # under pressure, one entry before it was due
+    sequence.compact(kept(0, 2, 5, 6), sequence.pages)  # under pressure, one entry before it was due
     held = list(sequence.positions)
 
     assert sequence.preempt() == [3, 5]
@@ -97,10 +97,10 @@ def test_preemption_forgets_the_cache_and_replays_the_same_rounds() -> None:
     sequence.advance(8)
     assert sequence.round_is_due
     assert sequence.remembered_round() == [0, 3, 6, 7]
-    sequence.evict(sequence.remembered_round())
+    sequence.compact(sequence.remembered_round(), sequence.pages)
     assert (sequence.room, sequence.is_replaying) == (3, True)
     sequence.advance(3)
-    sequence.evict(sequence.remembered_round())
+    sequence.compact(sequence.remembered_round(), sequence.pages)
     assert sequence.positions == held
     assert (sequence.is_replaying, len(sequence.rounds), sequence.room) == (False, 2, 4)
 
@@ -112,7 +112,7 @@ def test_what_is_remembered_of_rounds_is_at_most_one_number_a_token() -> None:
             sequence.append(0)
         sequence.advance(1)
         if sequence.round_is_due:
-            sequence.evict(kept(*range(4, 12)))
+            sequence.compact(kept(*range(4, 12)), sequence.pages)
     assert sum(len(r.evicted) for r in sequence.rounds) == 400 - sequence.physical_len
 
 
