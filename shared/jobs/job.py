@@ -78,7 +78,7 @@ class Job:
 
     `spec` is the queue's to carry, not to read. `attempt` counts claims that were not given back; `fence` grows with every
     claim, so that a worker that lost its lease can be told from the one that has it. `available_s`: not before this may it be
-    claimed. `started_s` is the latest attempt's. `revision` grows with every stored change.
+    claimed. `started_s` is the latest attempt's, `error` the latest failure's. `revision` grows with every stored change.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT

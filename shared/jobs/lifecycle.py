@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shared.errors import Cancelled, JobStateConflict, QueueTimeout
+from shared.errors import BuildFailed, Cancelled, JobStateConflict, QueueTimeout
 from shared.jobs.job import FencingToken, HeartbeatAnswer, Job, JobError, JobEvent, JobState, Outcome, clip
 from shared.jobs.queue import QueuePolicy
 
@@ -127,7 +127,8 @@ def overdue(job: Job, now: float, policy: QueuePolicy) -> Change:
         f"worker {job.worker} stopped renewing its lease in attempt {job.attempt} of {job.limits.max_attempts}, "
         f"stage {job.stage or 'none'}: it crashed, was killed or lost the queue"
     )
-    return _another_attempt(job, JobError(reason="WORKER_LOST", message=message, retryable=True), now, policy)
+    details = {"cause": "WORKER_LOST", "worker": job.worker, "stage": job.stage}
+    return _another_attempt(job, JobError(reason=BuildFailed.reason, message=message, details=details), now, policy)
 
 
 def _another_attempt(job: Job, error: JobError, now: float, policy: QueuePolicy) -> Change:

@@ -61,6 +61,10 @@ class StoredQueue(ABC):
         """A QUEUED and available job, oldest first. None after at most `wait_s`, or earlier."""
 
     @abstractmethod
+    async def _repair(self, now: float) -> None:
+        """Make what can be claimed agree with the records, where a backend keeps both."""
+
+    @abstractmethod
     async def _due(self, now: float) -> Sequence[str]:
         """Ids of jobs whose `due_s` is not after `now`."""
 
@@ -83,6 +87,7 @@ class StoredQueue(ABC):
         self, *, request_id: str, spec: bytes, spec_digest: str, limits: JobLimits, reuse_finished: bool = True
     ) -> Submission:
         check_name(request_id, field="request_id")
+        check_name(spec_digest, field="spec_digest")
         now = await self._now()
         job = Job(
             job_id=JobId(new_id()),
@@ -185,6 +190,7 @@ class StoredQueue(ABC):
                 tally.update(await self._settle(job_id))
             except InternalError as error:  # one damaged record must not keep the others from being recovered
                 _log.error("job not reclaimed", job_id=job_id, error=error.message)
+        await self._repair(await self._now())
         return ReclaimReport(**tally)
 
     async def _settle(self, job_id: str) -> tuple[str, ...]:
