@@ -20,6 +20,8 @@ class ServiceSettings(BaseSettings):
 
     data: Path = Field(default=Path("~/.local/share/quire"), validation_alias="QUIRE_DATA")
     address: str
+    health_address: str | None = None
+    """host:port that answers grpc.health.v1 alone, in plaintext, for probes."""
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
@@ -54,7 +56,7 @@ class ServiceSettings(BaseSettings):
         tls = None
         if self.tls_certificate is not None and self.tls_key is not None:
             tls = TlsFiles(self.tls_certificate, self.tls_key, self.tls_client_ca)
-        return ServerOptions(self.address, tls, self.allow_plaintext, self.reflection)
+        return ServerOptions(self.address, self.health_address, tls, self.allow_plaintext, self.reflection)
 
     @property
     def interceptors(self) -> list[AuthInterceptor]:

@@ -39,9 +39,13 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """`address` is host:port; port 0 lets the system choose. Plaintext on anything but loopback needs `allow_plaintext`."""
+    """`address` is host:port; port 0 lets the system choose. Plaintext on anything but loopback needs `allow_plaintext`.
+
+    `health_address` serves grpc.health.v1 and nothing else in plaintext, for probes that cannot speak TLS (Kubernetes').
+    """
 
     address: str
+    health_address: str | None = None
     tls: TlsFiles | None = None
     allow_plaintext: bool = False
     reflection: bool = False
@@ -89,19 +93,19 @@ class Server:
             ],
         )
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
+        self._probes = grpc.aio.server() if options.health_address else None
+        if self._probes is not None:
+            health_pb2_grpc.add_HealthServicer_to_server(self.health, self._probes)
         if options.reflection:
             reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
 
     async def start(self) -> str:
         """Bind and serve; returns host:port with the real port. Liveness is SERVING at once, readiness when `set_ready` says so."""
-        tls = self._options.tls
-        try:
-            if tls is not None:
-                port = self.grpc.add_secure_port(self._options.address, tls.credentials())
-            else:
-                port = self.grpc.add_insecure_port(self._options.address)
-        except RuntimeError as error:
-            raise FieldOutOfRange(f"cannot listen on {self._options.address}: {error}; is it in use?", field="address") from error
+        credentials = self._options.tls.credentials() if self._options.tls else None
+        port = _listen(self.grpc, self._options.address, credentials)
+        if self._probes is not None:
+            _listen(self._probes, str(self._options.health_address), None)
+            await self._probes.start()
         await self.grpc.start()
         await self._set(LIVENESS, serving=True)
         await self.set_ready(False)
@@ -131,6 +135,17 @@ class Server:
         self._stopping = True
         await self.begin_shutdown()
         await self.grpc.stop(grace_s)
+        if self._probes is not None:
+            await self._probes.stop(0)
+
+
+def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    """The port `server` listens on; FieldOutOfRange where it cannot."""
+    try:
+        port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise FieldOutOfRange(f"cannot listen on {address}: {error}; is it in use?", field="address") from error
+    return int(port)
 
 
 @contextlib.asynccontextmanager

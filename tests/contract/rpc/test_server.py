@@ -113,3 +113,18 @@ async def test_an_address_in_use_is_a_typed_error(address):
 def test_clients_ping_no_more_often_than_servers_allow():
     """BR-154: one constant serves both sides."""
     assert channels.KEEPALIVE_TIME_MS == servers.KEEPALIVE_TIME_MS
+
+
+async def test_the_health_port_answers_health_and_nothing_else(unused_tcp_port):
+    where = f"127.0.0.1:{unused_tcp_port}"
+    server = servers.Server(servers.ServerOptions("127.0.0.1:0", health_address=where), [])
+    control_pb2_grpc.add_ControlServicer_to_server(Controls(), server.grpc)
+    await server.start()
+    await server.set_ready(True)
+    async with grpc.aio.insecure_channel(where) as channel:
+        response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="readiness"))
+        assert response.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await control_pb2_grpc.ControlStub(channel).GetServerInfo(control_pb2.GetServerInfoRequest())
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    await server.stop(0)
