@@ -1,42 +1,111 @@
 """`quire::attend` and `quire::paged_attend`: schemas, shapes for export, and the implementation of each device.
 
-`load_ops()` registers everything; importing this module registers nothing. The schema is defined here, once, so that exported
-programs and AOTInductor packages find the ops whichever implementation serves them; the compiled library only adds kernels.
+`load_ops()` registers everything; importing this module registers nothing. The schemas are defined here, once, so that exported
+programs and AOTInductor packages find the ops whichever implementation serves them; compiled libraries only add kernels.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
+from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from shared.kernels.attention import reference
+from shared.kernels.attention.checks import check_attend, check_paged_attend
+from shared.kernels.attention.cpu.build import BuildError, load_kernels
 
-NAMESPACE = "quire"
-SCHEMAS = (
-    "attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor start, float scale, int? window, float? softcap, Tensor? sinks) -> Tensor",
-    "paged_attend(Tensor q, Tensor k, Tensor v, Tensor(a!) pool, Tensor block_table, Tensor start, int page_dim, float scale, "
-    "int? window, float? softcap, Tensor? sinks) -> Tensor",
-)
+_log = logging.getLogger(__name__)
+
+ATTEND = "quire::attend"
+PAGED_ATTEND = "quire::paged_attend"
+_SCHEMAS = {
+    ATTEND: "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor start, "
+    "float scale, int? window, float? softcap, Tensor? sinks) -> Tensor",
+    PAGED_ATTEND: "(Tensor q, Tensor k, Tensor v, Tensor(a!) pool, Tensor block_table, Tensor start, int page_dim, "
+    "float scale, int? window, float? softcap, Tensor? sinks) -> Tensor",
+}
+
+
+class Implementation(StrEnum):
+    """What runs the ops on the CPU."""
+
+    CPP = "cpp"
+    REFERENCE = "reference"
+
 
 _lock = threading.Lock()
-_libraries: list[torch.library.Library] = []  # registrations live as long as their Library object
+_loaded: Implementation | None = None
 
 
 def load_ops() -> None:
-    """Define the ops and register what can run them on this host. Idempotent and thread-safe."""
+    """Define the ops and register what runs them on this host. Idempotent and thread-safe.
+
+    The first call in a fresh cache compiles the CPU kernels, which takes about half a minute.
+    """
+    implementation()
+
+
+def implementation() -> Implementation:
+    """What runs the ops on the CPU, loading them first: the compiled kernels or, with a warning, the reference."""
+    global _loaded
     with _lock:
-        if _libraries:
-            return
-        library = torch.library.Library(NAMESPACE, "FRAGMENT")
-        for schema in SCHEMAS:
-            library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.register_fake(f"{NAMESPACE}::attend", _output_of_attend, lib=library)
-        torch.library.register_fake(f"{NAMESPACE}::paged_attend", _output_of_paged_attend, lib=library)
-        library.impl("attend", reference.attend, "CPU")
-        library.impl("paged_attend", reference.paged_attend, "CPU")
-        _libraries.append(library)
+        if _loaded is None:
+            _define()
+            _loaded = _register_cpu()
+        return _loaded
+
+
+def _define() -> None:
+    for name, schema in _SCHEMAS.items():
+        torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(ATTEND, _output_of_attend)
+    torch.library.register_fake(PAGED_ATTEND, _output_of_paged_attend)
+
+
+def _register_cpu() -> Implementation:
+    try:
+        library = load_kernels()
+    except BuildError as error:
+        _log.warning("attention on the CPU runs on the slow reference: %s", error)
+        torch.library.impl(ATTEND, "CPU", _checked_attend)
+        torch.library.impl(PAGED_ATTEND, "CPU", _checked_paged_attend)
+        return Implementation.REFERENCE
+    _log.debug("attention on the CPU runs on %s", library)
+    return Implementation.CPP
+
+
+def _checked_attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    start: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    check_attend(q, k_cache, v_cache, start, window, softcap, sinks)
+    return reference.attend(q, k_cache, v_cache, start, scale, window, softcap, sinks)
+
+
+def _checked_paged_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool: Tensor,
+    block_table: Tensor,
+    start: Tensor,
+    page_dim: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    check_paged_attend(q, k, v, pool, block_table, start, page_dim, window, softcap, sinks)
+    return reference.paged_attend(q, k, v, pool, block_table, start, page_dim, scale, window, softcap, sinks)
 
 
 def _output_of_attend(
