@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from compiler_service.export.attention import ATTENTION, StepCaches, register_attention
@@ -13,7 +13,7 @@ from shared.bindings import cache_name
 from shared.kv_spec import DType, KVCacheSpec
 
 
-def weightless_decoder(config: PretrainedConfig, dtype: DType) -> PreTrainedModel:
+def weightless_decoder(config: PreTrainedConfig, dtype: DType) -> PreTrainedModel:
     """The model of `config` with every buffer computed and every parameter allocated but never touched.
 
     Exporting reads shapes, not values, so no weight takes memory before an engine runs.
@@ -45,7 +45,7 @@ class DecoderStep(nn.Module):
         step = StepCaches(_tensors(self.k_cache), _tensors(self.v_cache), write_start, query_len, self.spec)
         hidden = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, step=step).last_hidden_state
         last = hidden[torch.arange(batch, device=hidden.device), last_index]
-        logits = self.model.lm_head(last).float()
+        logits: Tensor = self.model.lm_head(last).float()
         cap = getattr(self.model.config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from compiler_service.export.decoder import DecoderStep, LiftedStep, weightless_decoder
 from shared.bindings import INPUT_IDS, LAST_INDEX, POSITION_IDS, WRITE_START, cache_name
@@ -35,9 +35,9 @@ class AxisRange:
 class DecoderProgram:
     """An exported decoder step and what its names mean outside of it.
 
-    `inputs` maps a placeholder to its binding name (shared/bindings.py), in call order. `weights` maps a parameter of the program to
-    the tensor of the checkpoint it is bound to; `constants` are the program's computed buffers (rotary frequencies), which no
-    checkpoint holds. `batch` and `query_len` are the ranges the program accepts.
+    `inputs` maps a placeholder to its binding name (shared/bindings.py), in call order. `weights` maps a parameter of the
+    program to the checkpoint's tensor it is bound to; `constants` are the program's computed buffers (rotary frequencies),
+    which no checkpoint holds. `batch` and `query_len` are the ranges the program accepts.
     """
 
     program: ExportedProgram
@@ -58,7 +58,7 @@ class DecoderProgram:
         raise KeyError(binding)
 
 
-def export_decoder(config: PretrainedConfig, spec: KVCacheSpec, profiles: ProfileSet) -> DecoderProgram:
+def export_decoder(config: PreTrainedConfig, spec: KVCacheSpec, profiles: ProfileSet) -> DecoderProgram:
     """Export the decoder of `config` over the caches of `spec`; no weight is read or allocated in memory.
 
     FieldOutOfRange when a profile is longer than the cache, UnsupportedModel when the model does something this export would
@@ -130,7 +130,8 @@ def _check_range(program: ExportedProgram, placeholder: str, axis: int, wanted: 
     stored = program.range_constraints[size.node.expr]
     if (int(stored.lower), int(stored.upper)) != (wanted.min, wanted.max):
         raise BuildFailed(
-            f"axis {axis} of {placeholder} must range over {wanted.min}..{wanted.max}; the export kept {stored.lower}..{stored.upper}"
+            f"axis {axis} of {placeholder} must range over {wanted.min}..{wanted.max}; "
+            f"the export kept {stored.lower}..{stored.upper}"
         )
 
 

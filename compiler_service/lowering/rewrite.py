@@ -71,6 +71,7 @@ def _size_ranges(graph: fx.Graph, known: dict[Any, Any]) -> dict[Any, Any]:
     for node in graph.find_nodes(op="placeholder"):
         for size in node.meta["val"].shape:
             if isinstance(size, SymInt):
-                symbol = size.node.expr
-                ranges[symbol] = known.get(symbol, size.node.shape_env.var_to_range[symbol])
+                symbol, shape_env = size.node.expr, size.node.shape_env
+                assert shape_env is not None
+                ranges[symbol] = known.get(symbol, shape_env.var_to_range[symbol])
     return ranges

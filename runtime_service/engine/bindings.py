@@ -53,7 +53,7 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...], end: int) -> None:
 
 
 def check_pool(pool: KVPool, manifest: EngineManifest) -> None:
-    """EngineIncompatible unless the pool's tensors are what the engine was built to write: shape, dtype, contiguous, on the host."""
+    """EngineIncompatible unless the pool's tensors are what the engine writes: shape, dtype, contiguous, on the host."""
     if pool.spec != manifest.cache:
         raise EngineIncompatible(
             f"the engine writes caches of {manifest.cache}; the pool holds {pool.spec}",

@@ -39,7 +39,7 @@ class PoolUse:
 
 
 class Package:
-    """A package opened from its directory. Its library is mapped and its metadata known; it cannot run.
+    """A package opened from its directory. Its library is mapped and its facts are known; it cannot run.
 
     ArtifactCorrupt when the directory holds no readable package. Opening maps native code: check the host's CPU first.
     """
@@ -50,7 +50,7 @@ class Package:
             self._loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(directory), _MODEL_NAME, False, 1, -1)
         except RuntimeError as error:
             raise ArtifactCorrupt(f"{directory} should hold an unpacked AOTInductor package; {error}") from error
-        self.metadata: dict[str, str] = dict(self._loader.get_metadata())
+        self.cpu_isa: str = self._loader.get_metadata()["AOTI_CPU_ISA"]
         self.constants = frozenset(self._loader.get_constant_fqns())
         self.pool_uses = tuple(_pool_uses(directory))
         self.num_inputs = _num_inputs(self._loader.get_call_spec()[0])

@@ -6,10 +6,12 @@ import hashlib
 
 import torch
 
-from shared.kernels.attention.ops import SCHEMAS
+from shared.kernels.attention.ops import load_ops
 
 TORCH = "torch"
 ATTENTION_OPS = "attention_ops"
+CPU_ISA = "cpu_isa"
+"""The vector instructions Inductor generated for, in its own words; read back from the package when it is loaded."""
 
 
 def runtime_toolchain() -> dict[str, str]:
@@ -17,7 +19,9 @@ def runtime_toolchain() -> dict[str, str]:
 
     torch's local version (`+cpu`, `+cu130`) is left out: those builds of one release share the interface a CPU engine uses.
     """
+    load_ops()
+    schemas = [str(op.default._schema) for op in (torch.ops.quire.attend, torch.ops.quire.paged_attend)]
     return {
         TORCH: torch.__version__.split("+", 1)[0],
-        ATTENTION_OPS: hashlib.sha256("\n".join(SCHEMAS).encode()).hexdigest()[:16],
+        ATTENTION_OPS: hashlib.sha256("\n".join(schemas).encode()).hexdigest()[:16],
     }

@@ -114,7 +114,7 @@ def _add_inputs(graph: fx.Graph, cache: KVCacheSpec, bound: dict[str, fx.Node]) 
     with mode:
         values = [torch.empty((batch, width), dtype=torch.int32)]
         for _, group in cache.iter_layers():
-            shape = list(cache.pool_shape(group, _SAMPLE_PAGES))
+            shape: list[int | SymInt] = list(cache.pool_shape(group, _SAMPLE_PAGES))
             shape[cache.layout.page_dim] = pages
             values.append(torch.empty(shape, dtype=getattr(torch, group.dtype.value)))
     nodes = []

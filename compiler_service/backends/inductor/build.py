@@ -1,0 +1,112 @@
+"""Compile a lowered program to an AOTInductor package and read back what came out."""
+
+from __future__ import annotations
+
+import shutil
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import SymInt
+from torch._inductor import aoti_compile_and_package
+
+from compiler_service.backends.inductor.target import CpuTarget, build_toolchain
+from compiler_service.export.program import DecoderProgram
+from shared.bindings import LOGITS, AliasedBinding, BindingSpec, Role, pool_name
+from shared.errors import BuildFailed
+from shared.inductor.files import CONSTANTS_FILE, PACKAGE_DIRECTORY
+from shared.inductor.package import Package
+from shared.inductor.toolchain import CPU_ISA
+from shared.manifest import Target
+
+BACKEND = "inductor"
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """What a build adds to an engine's manifest. The files lie in `directory`: a package and, if need be, constants.
+
+    `constants` maps a constant of the engine to the weights-file tensor it is bound to; constants the engine file
+    itself holds (rotary frequencies) are not among them.
+    """
+
+    directory: Path
+    target: Target
+    toolchain: dict[str, str]
+    bindings: tuple[BindingSpec, ...]
+    aliases: tuple[AliasedBinding, ...]
+    constants: dict[str, str]
+
+
+def build_engine(program: DecoderProgram, target: CpuTarget, directory: Path) -> BuiltEngine:
+    """Compile `program` into the empty `directory`. One generic package serves every profile.
+
+    BuildFailed when Inductor fails, or when the package is not what the program says: a pool it would copy, a weight baked in.
+    """
+    archive = directory / "engine.pt2"
+    options: dict[str, object] = {"aot_inductor.package_constants_in_so": False, "cpp.march": target.march}
+    with torch.no_grad():
+        aoti_compile_and_package(program.program, package_path=str(archive), inductor_configs=options)
+    _unpack(archive, directory / PACKAGE_DIRECTORY)
+    archive.unlink()
+    package = Package(directory / PACKAGE_DIRECTORY)
+    _check_pools(package, program)
+    constants = _weights_of(package, program)
+    own = {name: value for name, value in program.constants.items() if name in package.constants}
+    save_file(own, directory / CONSTANTS_FILE)
+    return BuiltEngine(
+        directory=directory,
+        target=target.manifest_target,
+        toolchain={**build_toolchain(), CPU_ISA: package.cpu_isa},
+        bindings=_bindings(program),
+        aliases=tuple(AliasedBinding(pool_name(layer), pool_name(layer)) for layer in range(program.cache.num_layers)),
+        constants=constants,
+    )
+
+
+def _unpack(archive: Path, directory: Path) -> None:
+    """Unpack a .pt2 (a zip with one folder) as `directory`: loading it then needs no temporary copy."""
+    scratch = directory.with_name(directory.name + ".unpacked")
+    with zipfile.ZipFile(archive) as packed:
+        packed.extractall(scratch)
+    (folder,) = scratch.iterdir()
+    folder.rename(directory)
+    shutil.rmtree(scratch)
+
+
+def _check_pools(package: Package, program: DecoderProgram) -> None:
+    """BuildFailed unless the generated code hands every caller's pool to our op as it is, with the layout and window it has."""
+    wanted = [(program.cache.layout.page_dim, group.window) for _, group in program.cache.iter_layers()]
+    got = [(use.page_dim, use.window) for use in package.pool_uses]
+    if got != wanted:
+        raise BuildFailed(f"the engine should attend over pools of (page axis, window) {wanted}; it does over {got}")
+    if copied := [use.pool for use in package.pool_uses if not use.in_place]:
+        raise BuildFailed(f"Inductor copies {len(copied)} of {len(wanted)} pools before attending ({copied[0]}, ...)")
+    if len({use.pool for use in package.pool_uses}) != len(wanted):
+        raise BuildFailed("two layers of the engine write one pool")
+
+
+def _weights_of(package: Package, program: DecoderProgram) -> dict[str, str]:
+    """BuildFailed unless every weight of the program is a constant of the package, and every constant is known."""
+    if baked := sorted(program.weights.keys() - package.constants):
+        # Inductor writes one-dimensional tensors of up to eight elements into the code: here, memory nobody initialised.
+        raise BuildFailed(
+            f"Inductor baked {len(baked)} weights into the code ({baked[0]}); tensors of 8 elements or fewer cannot be bound"
+        )
+    if unknown := sorted(package.constants - program.weights.keys() - program.constants.keys()):
+        raise BuildFailed(f"the package wants {len(unknown)} constants the program does not have ({unknown[0]})")
+    return dict(program.weights)
+
+
+def _bindings(program: DecoderProgram) -> tuple[BindingSpec, ...]:
+    """Inputs in call order, then the logits."""
+    value_of = {node.name: node.meta["val"] for node in program.program.graph.find_nodes(op="placeholder")}
+    bindings = []
+    for placeholder, name in program.inputs.items():
+        value = value_of[placeholder]
+        shape = tuple(None if isinstance(size, SymInt) else size for size in value.shape)
+        role = Role.CACHE if name.startswith("kv_pool.") else Role.INPUT
+        bindings.append(BindingSpec(name, role, str(value.dtype).removeprefix("torch."), shape))
+    return (*bindings, BindingSpec(LOGITS, Role.OUTPUT, "float32", (None, program.vocab_size)))

@@ -1,0 +1,54 @@
+"""The CPU an engine is compiled for: a standard class, so that an engine runs on every host of it and not only on its builder."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from dataclasses import dataclass
+
+import transformers
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.cpu_vec_isa import InvalidVecISA, VecAVX512, VecISA, pick_vec_isa
+
+from shared.errors import BackendUnavailable
+from shared.inductor.isa import X86_64_V3, X86_64_V4, features_of_flags, host_features
+from shared.inductor.toolchain import runtime_toolchain
+from shared.manifest import Target
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTarget:
+    """`march` is the compiler's `-march`; None leaves the choice to Inductor, which then means this very kind of host."""
+
+    march: str | None
+    features: tuple[str, ...]
+
+    @property
+    def manifest_target(self) -> Target:
+        return Target(device="cpu", isa=self.features, compute_capabilities=())
+
+
+def host_target() -> CpuTarget:
+    """The widest vectors this host has, on the smallest standard instruction set that has them.
+
+    BackendUnavailable where Inductor finds no vector instructions (or no C++ compiler to try them with).
+    """
+    isa = pick_vec_isa()
+    if isinstance(isa, InvalidVecISA):
+        raise BackendUnavailable(
+            "the inductor backend needs a C++ compiler (g++) and a CPU with vector instructions; found none usable"
+        )
+    if platform.machine() != "x86_64":
+        return CpuTarget(march=None, features=tuple(sorted(host_features())))
+    return _x86_target(isa)
+
+
+def build_toolchain() -> dict[str, str]:
+    """Every version that decides what a build of this backend makes; what must also hold where it runs, and what need not."""
+    compiler = subprocess.run([get_cpp_compiler(), "--version"], capture_output=True, text=True, check=True, timeout=60)  # noqa: S603 - Inductor's own choice
+    return {**runtime_toolchain(), "transformers": transformers.__version__, "cpp": compiler.stdout.splitlines()[0]}
+
+
+def _x86_target(isa: VecISA) -> CpuTarget:
+    march, base = ("x86-64-v4", X86_64_V4) if isinstance(isa, VecAVX512) else ("x86-64-v3", X86_64_V3)
+    return CpuTarget(march=march, features=tuple(sorted({*base, *features_of_flags(isa.build_arch_flags().split())})))
