@@ -1,0 +1,36 @@
+"""How large a KV pool is when nobody says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shared.errors import MemoryExhausted
+from shared.kv_spec import KVCacheSpec
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
+    """Memory this process may still take: the host's, or less where a control group (a container) limits it."""
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    host = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = cgroup / "memory.max", cgroup / "memory.current"
+    if not limit.exists() or (text := limit.read_text().strip()) == "max":
+        return host
+    return max(0, min(host, int(text) - int(used.read_text())))
+
+
+def pages_within(num_bytes: int, spec: KVCacheSpec) -> int:
+    """Pages, the dump page included, that fit into `num_bytes`; MemoryExhausted if that leaves none to serve with."""
+    pages = num_bytes // spec.page_bytes
+    if pages < 2:
+        raise MemoryExhausted(
+            f"a KV pool needs 2 pages of {spec.page_bytes} bytes at least (one is the dump page); got room for {num_bytes} bytes"
+        )
+    return pages
+
+
+def default_pages(spec: KVCacheSpec, max_batch: int, share_bytes: int) -> int:
+    """As many pages as `max_batch` sequences of the greatest length fill, and the dump page; fewer if the share is smaller."""
+    return min(1 + max_batch * spec.max_pages, pages_within(share_bytes, spec))
