@@ -48,3 +48,6 @@ arch: setup
 
 test: check ## everything CI runs
 	$(BIN)/pytest tests -m "not gpu"
+
+manifests: setup ## render and validate every Kubernetes overlay, and check the rules
+	$(BIN)/pytest tests/manifests
