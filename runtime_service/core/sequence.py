@@ -66,7 +66,6 @@ class Sequence:
         self.rounds: list[RoundRecord] = []
         self.replayed = 0
         self.preemptions = 0
-        self.peak_pages = 0
         self.evidence = CompactionEvidence()
 
     def __repr__(self) -> str:
@@ -165,7 +164,6 @@ class Sequence:
     def hold(self, pages: Iterable[PageId]) -> None:
         """It owns `pages` from now on, behind those it has."""
         self.pages.extend(pages)
-        self.peak_pages = max(self.peak_pages, len(self.pages))
 
     def _drop_cache(self) -> list[PageId]:
         pages, self.pages = self.pages, []

@@ -35,7 +35,7 @@ def check_request(request: GenerationRequest, capacity: Capacity) -> None:
         raise FieldOutOfRange(
             f"{_needs(request)}; this engine holds {capacity.spec.max_len} a sequence. "
             "Ask for fewer tokens or for compaction with a smaller budget and interval",
-            field="stop.max_tokens",
+            field="stopping.max_tokens",
         )
     pages = capacity.spec.pages_for(request.max_physical)
     if pages > capacity.num_pages:
@@ -63,7 +63,7 @@ def _check_prompt(request: GenerationRequest, capacity: Capacity) -> None:
         raise FieldOutOfRange(
             f"a prompt of {len(prompt)} tokens and max_tokens {request.stop.max_tokens} reach position {request.max_entries - 1}; "
             f"the model's last is {capacity.max_position - 1}",
-            field="stop.max_tokens",
+            field="stopping.max_tokens",
         )
 
 
@@ -74,8 +74,8 @@ def _check_windows(request: GenerationRequest, spec: KVCacheSpec) -> None:
     widest = max((group.window or 0 for group in spec.groups), default=0)
     if request.compaction.budget < widest:
         raise FieldOutOfRange(
-            f"compaction.budget must be at least the sliding window of {widest} entries, got {request.compaction.budget}",
-            field="compaction.budget",
+            f"kv.policy.budget must be at least the sliding window of {widest} entries, got {request.compaction.budget}",
+            field="kv.policy.budget",
         )
 
 

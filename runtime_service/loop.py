@@ -1,0 +1,302 @@
+"""The serving loop: one thread that alone touches engines, pools and sequences.
+
+Other threads meet it in two places. Into it go commands, through the inbox; out of it come events, through each request's stream.
+What they share beside that (who is alive, what is loaded) is guarded by one lock, never held while an engine runs.
+
+    turn     carry out the inbox -> one step of every session -> publish the load
+
+An exception in one engine's step ends that engine's running requests and nothing else. An exception of the loop itself ends every
+stream with an error and shows in `stalled_for_s`, so a liveness probe fails instead of clients waiting in silence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import structlog
+from tokenizers import Tokenizer
+
+from runtime_service.core.request import GenerationRequest
+from runtime_service.engine.engine import Engine
+from runtime_service.session.generation import Generation
+from runtime_service.session.load import LoadSnapshot
+from runtime_service.session.session import EngineSession
+from runtime_service.streaming.stream import TokenStream
+from shared.errors import Draining, DuplicateRequest, InternalError, InUse, ModelNotFound, QueueFull, QuireError
+from shared.ids import RequestId
+
+_T = TypeVar("_T")
+_log = structlog.get_logger()
+_BLOCKED_PAUSE_S = 0.01
+"""Pause when requests are alive and none can step. No schedule should lead there; if one does, it must not burn a core."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReport:
+    """Of the requests alive when a drain began: how many reached their own end, how many were ended as retryable."""
+
+    finished: int
+    aborted: int
+
+
+class ServingLoop:
+    """Several engines, each with its own pool and scheduler, served in turns.
+
+    `max_waiting` bounds the requests of one engine that have not had their first step. Every method may be called from any
+    thread, but `turn`, which is the loop's own.
+    """
+
+    def __init__(self, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_waiting = max_waiting
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
+        self._sessions: dict[str, EngineSession] = {}
+        self._removing: set[str] = set()
+        self._alive: dict[RequestId, Generation] = {}
+        self._arrivals = itertools.count()
+        self._draining = False
+        self._closed: QuireError | None = None  # why nothing is carried out any more
+        self._unanswered: set[Future[Any]] = set()
+        self._progress_at = clock()
+        self._load = LoadSnapshot((), draining=False)
+        self._thread = threading.Thread(target=self._serve, name="quire-serving-loop", daemon=True)
+
+    # ---- lifecycle ----
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End what is alive as retryable, close the engines, join the thread. Idempotent."""
+        with self._lock:
+            self._draining = True
+        self._inbox.put(self._shut_down)
+        if self._thread.is_alive():
+            self._thread.join()
+        else:
+            self._carry_out()
+
+    def drain(self, deadline_s: float) -> DrainReport:
+        """Admit nothing more, let what is alive finish for `deadline_s` at most, end the rest as retryable. Blocks."""
+        with self._lock:
+            self._draining = True
+            before = len(self._alive)
+            self._ended.wait_for(lambda: not self._alive, deadline_s)
+        aborted = self._ask(lambda: self._end(list(self._sessions.values()), "the server is draining; send it to another one"))
+        return DrainReport(before - aborted, aborted)
+
+    # ---- engines ----
+
+    def add_engine(self, name: str, engine: Engine, tokenizer: Tokenizer, num_pages: int) -> None:
+        """Serve `engine` as `name` from a pool of `num_pages` pages, the dump page included.
+
+        InUse if the name is taken, MemoryExhausted if the pool does not fit, EngineIncompatible or UnsupportedModel if the engine
+        or its tokenizer cannot be served.
+        """
+        session = EngineSession(name, engine, tokenizer, num_pages, clock=self._clock, on_end=self._forget)
+        with self._lock:
+            self._check_up()
+            if name in self._sessions:
+                raise InUse(f"an engine named {name} is loaded; unload it or choose another name")
+            self._sessions[name] = session
+        self._inbox.put(_wake)
+
+    def remove_engine(self, name: str, grace_s: float = 0.0) -> None:
+        """Admit nothing more to an engine, wait `grace_s` for its requests, end the rest as retryable, free its memory. Blocks.
+
+        ModelNotFound if it is not loaded, or being removed already.
+        """
+        with self._lock:
+            session = self._sessions.get(name)
+            if session is None or name in self._removing:
+                raise ModelNotFound(f"no engine named {name} is loaded; loaded are {', '.join(self._sessions) or 'none'}")
+            self._removing.add(name)
+            self._ended.wait_for(lambda: all(g.request.engine != name for g in self._alive.values()), grace_s)
+        self._ask(lambda: self._remove(session))
+
+    # ---- requests ----
+
+    def submit(self, request: GenerationRequest, stream: TokenStream) -> None:
+        """Accept a request, or raise and change nothing.
+
+        Draining, ModelNotFound, FieldOutOfRange, KVExhausted (it could never run here), DuplicateRequest, QueueFull.
+        """
+        session = self._route(request.engine)
+        session.check(request)
+        generation = Generation.create(
+            request,
+            stream,
+            arrivals=self._arrivals.__next__,
+            vocabulary=session.vocabulary,
+            model=session.model,
+            now=self._clock(),
+        )
+        with self._lock:
+            self._check_up()
+            if self._sessions.get(session.name) is not session or session.name in self._removing:
+                raise ModelNotFound(f"engine {session.name} is being unloaded")
+            if request.request_id in self._alive:
+                raise DuplicateRequest(f"request_id {request.request_id} is alive; choose another one")
+            waiting = sum(g.request.engine == session.name and g.times.started is None for g in self._alive.values())
+            if waiting >= self._max_waiting:
+                raise QueueFull(
+                    f"{waiting} requests wait for engine {session.name}, the most it keeps waiting; try again later",
+                    retry_after_s=session.turnover.seconds,
+                )
+            if not self._alive:
+                self._progress_at = self._clock()
+            self._alive[request.request_id] = generation
+            self._inbox.put(partial(session.admit, generation))
+
+    def abort(self, request_id: RequestId) -> bool:
+        """Cancel a request; it ends with what it has, as cancelled. False if no such request is alive."""
+        with self._lock:
+            generation = self._alive.get(request_id)
+        if generation is None:
+            return False
+        generation.cancel_requested = True
+        self._inbox.put(_wake)
+        return True
+
+    # ---- readings ----
+
+    def load(self) -> LoadSnapshot:
+        """As of the end of the last turn."""
+        return replace(self._load, draining=self._draining)
+
+    def stalled_for_s(self) -> float:
+        """Seconds without progress while requests are alive; 0 when idle, infinite when the loop has died."""
+        if isinstance(self._closed, InternalError):
+            return math.inf
+        with self._lock:
+            return self._clock() - self._progress_at if self._alive else 0.0
+
+    # ---- the loop's own thread ----
+
+    def turn(self) -> bool:
+        """Carry out what came in, step every session once. False when no session had anything to do."""
+        self._carry_out()
+        stepped = [self._step(session) for session in list(self._sessions.values())]
+        self._load = LoadSnapshot(tuple(session.load() for session in list(self._sessions.values())), self._draining)
+        if any(stepped):
+            self._progress_at = self._clock()
+        return any(stepped)
+
+    def _serve(self) -> None:
+        try:
+            while self._closed is None:
+                if not self.turn():
+                    self._wait()
+        except Exception as error:  # noqa: BLE001 - nobody is above this frame; what is alive must not wait for ever
+            _log.exception("serving_loop_died")
+            self._die(error)
+
+    def _carry_out(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                self._inbox.get_nowait()()
+
+    def _wait(self) -> None:
+        """Until something comes in; nothing alive means nothing to do, and no deadline to keep."""
+        with suppress(queue.Empty):
+            self._inbox.get(timeout=_BLOCKED_PAUSE_S if self._alive else None)()
+
+    def _step(self, session: EngineSession) -> bool:
+        try:
+            return session.step()
+        except Exception as error:  # noqa: BLE001 - whatever an engine raises ends its own requests, never the loop
+            _log.exception("step_failed", engine=session.name)
+            session.end_running(InternalError(f"a step of engine {session.name} failed: {type(error).__name__}: {error}"))
+            return True
+
+    def _end(self, sessions: list[EngineSession], why: str) -> int:
+        """End every generation of `sessions` as retryable; returns how many."""
+        generations = [(session, generation) for session in sessions for generation in session.generations]
+        for session, generation in generations:
+            session.end(generation, Draining(why))
+        return len(generations)
+
+    def _remove(self, session: EngineSession) -> None:
+        self._end([session], f"engine {session.name} is being unloaded")
+        with self._lock:
+            del self._sessions[session.name]
+            self._removing.discard(session.name)
+        session.shut()
+
+    def _shut_down(self) -> None:
+        for session in list(self._sessions.values()):
+            self._remove(session)
+        self._close_inbox(Draining("the server has stopped"))
+
+    def _die(self, error: Exception) -> None:
+        crash = InternalError(f"the serving loop has died: {type(error).__name__}: {error}")
+        self._close_inbox(crash)
+        with self._lock:
+            alive, self._alive = list(self._alive.values()), {}
+            self._ended.notify_all()
+        for generation in alive:
+            generation.fail(crash)
+
+    def _close_inbox(self, why: QuireError) -> None:
+        """Nothing is carried out from now on; whoever waits for an answer gets `why`."""
+        with self._lock:
+            self._closed = why
+            unanswered, self._unanswered = self._unanswered, set()
+        for answer in unanswered:
+            answer.set_exception(why)
+
+    def _forget(self, generation: Generation) -> None:
+        with self._lock:
+            self._alive.pop(generation.request.request_id, None)
+            self._ended.notify_all()
+
+    # ---- shared with other threads ----
+
+    def _route(self, name: str) -> EngineSession:
+        with self._lock:
+            self._check_up()
+            session = self._sessions.get(name)
+            if session is None:
+                raise ModelNotFound(f"no engine named {name} is loaded; loaded are {', '.join(self._sessions) or 'none'}")
+            return session
+
+    def _check_up(self) -> None:
+        if self._closed is not None:
+            raise self._closed
+        if self._draining:
+            raise Draining("the server is draining and admits nothing more; send it to another one")
+
+    def _ask(self, command: Callable[[], _T]) -> _T:
+        """Have the loop's thread carry out `command`, and wait for what it returns or raises."""
+        answer: Future[_T] = Future()
+
+        def carry_out() -> None:
+            with self._lock:
+                self._unanswered.discard(answer)
+            try:
+                answer.set_result(command())
+            except Exception as error:  # noqa: BLE001 - it belongs to whoever asked
+                answer.set_exception(error)
+
+        with self._lock:
+            if self._closed is not None:
+                raise self._closed
+            self._unanswered.add(answer)
+            self._inbox.put(carry_out)
+        return answer.result()
+
+
+def _wake() -> None:
+    """The command that only ends a wait."""

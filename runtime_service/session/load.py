@@ -1,0 +1,48 @@
+"""What an engine is doing, as one consistent reading taken between two steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime_service.core.evidence import CompactionEvidence
+
+
+@dataclass(slots=True)
+class Counters:
+    """Sums since the engine was added. Prompt tokens are counted when a request starts, once, however often they are computed."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    requests_finished: int = 0
+    requests_cancelled: int = 0
+    requests_failed: int = 0
+    pages_leaked: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """A request waits until its first step. `pages_leaked` were owned by nobody when the engine fell idle: 0, or a bug."""
+
+    name: str
+    requests_waiting: int
+    requests_running: int
+    requests_finished: int
+    requests_cancelled: int
+    requests_failed: int
+    pages_total: int
+    pages_free: int
+    pages_leaked: int
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    preemptions: int
+    compaction: CompactionEvidence
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSnapshot:
+    """Of every engine, in the order they were added."""
+
+    engines: tuple[EngineLoad, ...]
+    draining: bool

@@ -1,0 +1,245 @@
+"""One loaded engine being served: its pool, pages, scheduler, rounds and live requests.
+
+A step, on the loop's thread:
+
+    end what nobody wants any more -> schedule -> run -> sample -> emit -> maybe compact
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import structlog
+import torch
+from tokenizers import Tokenizer
+
+from runtime_service.compaction.registry import POLICIES, check_policy
+from runtime_service.compaction.round import Compactor
+from runtime_service.compaction.trigger import due
+from runtime_service.core.batch import PressureRound, ScheduledBatch
+from runtime_service.core.request import GenerationRequest
+from runtime_service.core.sampled import SampledToken
+from runtime_service.core.sequence import Sequence, Status
+from runtime_service.engine.engine import Engine
+from runtime_service.kv.allocator import PageAllocator
+from runtime_service.kv.pool import KVPool
+from runtime_service.sampling import sample
+from runtime_service.scheduler.budget import Capacity, check_request
+from runtime_service.scheduler.scheduler import Scheduler
+from runtime_service.session.generation import Generation, Sample
+from runtime_service.session.inputs import build_inputs
+from runtime_service.session.load import Counters, EngineLoad
+from runtime_service.session.turnover import Turnover
+from runtime_service.streaming.vocabulary import Vocabulary
+from shared.errors import EngineIncompatible, InternalError, QueueTimeout, QuireError, RunTimeout
+from shared.profiles import Phase, ProfileSet
+
+_log = structlog.get_logger()
+
+
+class EngineSession:
+    """`check` may be called from any thread; everything else belongs to the loop's.
+
+    `on_end` is called once for every admitted generation, after its last event and with its pages released.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        num_pages: int,
+        *,
+        clock: Callable[[], float],
+        on_end: Callable[[Generation], None],
+    ) -> None:
+        manifest = engine.manifest
+        _check_profiles(manifest.profiles)
+        self.name = name
+        self.model = manifest.model
+        self.vocabulary = Vocabulary(tokenizer)
+        self.pool = KVPool(manifest.cache, num_pages, manifest.target.device)
+        self.allocator = PageAllocator(num_pages)
+        self.scheduler = Scheduler(manifest.cache, manifest.profiles, self.allocator)
+        self.compactor = Compactor(self.pool, self.allocator, POLICIES, manifest.profiles[Phase.DECODE].batch.max)
+        self.counters = Counters()
+        self.turnover = Turnover(manifest.profiles[Phase.DECODE].batch.max)
+        self.generations: dict[Generation, None] = {}
+        self._capacity = Capacity(manifest.cache, self.allocator.capacity, self.model.vocab_size, self.model.max_position)
+        self._engine = engine
+        self._clock = clock
+        self._on_end = on_end
+        self._samples: dict[Sequence, Sample] = {}
+
+    def check(self, request: GenerationRequest) -> None:
+        """FieldOutOfRange or KVExhausted, with the numbers, for a request that this engine can never run."""
+        if request.compaction is not None:
+            check_policy(request.compaction, self._capacity.spec)
+        check_request(request, self._capacity)
+
+    def admit(self, generation: Generation) -> None:
+        self.generations[generation] = None
+        for added in generation.samples:
+            self._samples[added.sequence] = added
+            self.scheduler.add(added.sequence)
+
+    def step(self) -> bool:
+        """One engine call, or one round to make room for it. False when there was nothing to do."""
+        self._end_unwanted()
+        work = self.scheduler.schedule()
+        match work:
+            case None:
+                return False
+            case PressureRound():
+                self._compact([work.sequence])
+            case ScheduledBatch():
+                self._run(work)
+        self.counters.steps += 1
+        return True
+
+    def end(self, generation: Generation, error: QuireError) -> None:
+        """The request failed."""
+        generation.fail(error)
+        self.counters.requests_failed += 1
+        self._close(generation)
+
+    def end_running(self, error: QuireError) -> None:
+        """A step failed, and with it what took part in it; what only waits is not touched. All of it, if nothing runs."""
+        running = {self._samples[sequence].generation: None for sequence in self.scheduler.running}
+        for generation in list(running or self.generations):
+            self.end(generation, error)
+
+    def shut(self) -> None:
+        """Give the engine's memory back. No generation may be alive."""
+        assert not self.generations, self.generations
+        self._engine.close()
+
+    def load(self) -> EngineLoad:
+        waiting = sum(generation.times.started is None for generation in self.generations)
+        counters = self.counters
+        return EngineLoad(
+            name=self.name,
+            requests_waiting=waiting,
+            requests_running=len(self.generations) - waiting,
+            requests_finished=counters.requests_finished,
+            requests_cancelled=counters.requests_cancelled,
+            requests_failed=counters.requests_failed,
+            pages_total=self.allocator.capacity,
+            pages_free=self.allocator.num_free,
+            pages_leaked=counters.pages_leaked,
+            steps=counters.steps,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            preemptions=self.scheduler.num_preemptions,
+            compaction=self.compactor.evidence,
+        )
+
+    # ---- the parts of a step ----
+
+    def _end_unwanted(self) -> None:
+        now = self._clock()
+        for generation in list(self.generations):
+            if generation.cancel_requested:
+                generation.cancel(now)
+                self.counters.requests_cancelled += 1
+                self._close(generation)
+            elif generation.stream.closed:  # the reader has left or stalled; nobody is there to be told
+                self.counters.requests_cancelled += 1
+                self._close(generation)
+            elif (late := _lateness(generation, now)) is not None:
+                self.end(generation, late)
+
+    def _run(self, batch: ScheduledBatch) -> None:
+        self._note_start(batch.sequences)
+        logits = self._engine.run(build_inputs(batch, self.pool.spec), self.pool)
+        for sequence in batch.sequences:
+            sequence.advance(batch.query_len)
+        self._end_unwanted()  # a cancel that came during the step wins over the step's result
+        self._emit(batch, logits)
+        self._compact(due(s for s in batch.sequences if s.status is Status.RUNNING))
+
+    def _note_start(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            generation = self._samples[sequence].generation
+            generation.note_pages()
+            if generation.times.started is None:
+                generation.times.started = self._clock()
+                self.counters.prompt_tokens += len(generation.request.prompt_ids)
+
+    def _emit(self, batch: ScheduledBatch, logits: torch.Tensor) -> None:
+        """Sample the rows whose last known token was computed and pass on what comes of it."""
+        rows = [row for row, s in enumerate(batch.sequences) if s.status is Status.RUNNING and s.remaining == 0]
+        samples = [self._samples[batch.sequences[row]] for row in rows]
+        for chosen, token in zip(samples, sample(logits[rows], [s.sampler for s in samples]), strict=True):
+            if chosen.sequence.status is Status.FINISHED:
+                continue  # a sibling's token has just ended the request
+            if isinstance(token, InternalError):
+                self.end(chosen.generation, token)
+            else:
+                self._push(chosen, token)
+
+    def _push(self, chosen: Sample, token: SampledToken) -> None:
+        generation = chosen.generation
+        try:
+            generation.push(chosen, token, self._clock())
+        except InternalError as error:
+            self.end(generation, error)
+            return
+        self.counters.generated_tokens += 1
+        if chosen.finished is not None:
+            self._release(chosen)
+        if generation.is_finished:
+            generation.complete(self._clock())
+            self.counters.requests_finished += 1
+            self._close(generation)
+
+    def _compact(self, cohort: list[Sequence]) -> None:
+        if cohort and not self.compactor.run(cohort):
+            for sequence in cohort:
+                self.scheduler.preempt(sequence)
+
+    def _close(self, generation: Generation) -> None:
+        """The one way out for every request."""
+        for chosen in generation.samples:
+            self._release(chosen)
+        del self.generations[generation]
+        if generation.times.started is not None:
+            self.turnover.note(self._clock() - generation.times.started)
+        self._on_end(generation)
+        if not self.generations:
+            self._check_idle()
+
+    def _release(self, chosen: Sample) -> None:
+        self.scheduler.release(chosen.sequence)
+        self._samples.pop(chosen.sequence, None)
+
+    def _check_idle(self) -> None:
+        """Nothing is alive, so nothing may be owned. A leak is an alarm, not a reason to stop serving."""
+        try:
+            self.allocator.check_integrity()
+        except InternalError as error:
+            _log.error("kv_page_accounting_broken", engine=self.name, error=error.message)
+        if self.allocator.num_used != self.counters.pages_leaked:
+            _log.error("kv_pages_leaked", engine=self.name, pages=self.allocator.num_used)
+            self.counters.pages_leaked = self.allocator.num_used
+
+
+def _lateness(generation: Generation, now: float) -> QuireError | None:
+    """The deadline that has passed, as the error to end with."""
+    request, times = generation.request, generation.times
+    if request.run_deadline is not None and now >= request.run_deadline:
+        return RunTimeout(f"the request did not finish within {request.run_deadline - times.submitted:.1f} s")
+    if times.started is None and request.queue_deadline is not None and now >= request.queue_deadline:
+        return QueueTimeout(f"the request waited {now - times.submitted:.1f} s for its first step and could wait no longer")
+    return None
+
+
+def _check_profiles(profiles: ProfileSet) -> None:
+    """Steps are as large as the work there is, never padded."""
+    for phase in Phase:
+        profile = profiles[phase]
+        if not profile.admits(1, 1):
+            raise EngineIncompatible(
+                f"profile {phase} must start at batch 1 and query length 1; got {profile.batch} and {profile.query_len}",
+                details={"field": f"profiles.{phase}", "expected": "from 1x1", "got": str(profile)},
+            )
