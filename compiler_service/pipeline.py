@@ -1,0 +1,123 @@
+"""From a spec to a published engine: fetch, load, export, lower, prove, build, verify, publish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from compiler_service.backends.inductor.build import build_engine
+from compiler_service.backends.inductor.target import build_toolchain, host_target
+from compiler_service.export.geometry import cache_spec
+from compiler_service.export.program import DecoderProgram, export_decoder
+from compiler_service.ingest.convert import ingest, open_source
+from compiler_service.ingest.digest import DigestCache
+from compiler_service.ingest.source import locate
+from compiler_service.lowering.lower import lower_to_linear, lower_to_pools
+from compiler_service.proof.certificate import ProofReport
+from compiler_service.proof.decoder import prove_decoder
+from compiler_service.publish import certify, engine_key, engine_manifest
+from compiler_service.spec import CompileSpec
+from shared.artifacts.store import ArtifactStore
+from shared.errors import ArtifactCorrupt, ArtifactNotFound
+from shared.ids import ArtifactId
+from shared.kv_spec import DType
+from shared.manifest import WriteCertificate, encode_manifest
+
+
+class Stage(StrEnum):
+    FETCH = "fetch"
+    LOAD = "load"
+    EXPORT = "export"
+    LOWER = "lower"
+    PROVE = "prove"
+    BUILD = "build"
+    VERIFY = "verify"
+    PUBLISH = "publish"
+
+
+Progress = Callable[[Stage, float, str], None]
+"""(stage, fraction of it done 0..1, message)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """What builds share. `model_roots` confines sources (compiler_service/ingest/source.py)."""
+
+    store: ArtifactStore
+    digests: DigestCache
+    model_roots: tuple[Path, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class BuildResult:
+    """`reused`: an engine of the same key was there already and nothing was built."""
+
+    artifact_id: ArtifactId
+    reused: bool
+
+
+def build(spec: CompileSpec, workspace: Workspace, progress: Progress, before_publish: Callable[[], None]) -> BuildResult:
+    """Build and publish the engine of `spec`. `before_publish` is called once, when everything else is done.
+
+    Raises the errors of each stage; nothing but the model's component is in the store then.
+    """
+    store = workspace.store
+    progress(Stage.FETCH, 0.0, spec.source)
+    source = locate(spec.source, workspace.model_roots)
+    with ingest(source, spec.dtype, store, workspace.digests, lambda f, m: progress(Stage.LOAD, f, m)) as (model, was_converted):
+        progress(Stage.LOAD, 1.0, f"{model.name}, {'weights reused' if was_converted else 'weights converted'}")
+        exported = _export(spec, model.config, progress)
+        linear, report = _prove(exported, progress)
+        report.require()
+        program = lower_to_pools(linear, report.proven_nodes)
+        target, toolchain = host_target(), build_toolchain()
+        key = engine_key(model, program, target.manifest_target, toolchain)
+        if _is_whole(store, key.artifact_id):
+            progress(Stage.PUBLISH, 1.0, "reused: the store has an engine of this key")
+            return BuildResult(key.artifact_id, reused=True)
+        with store.stage() as directory:
+            progress(Stage.BUILD, 0.0, f"inductor, {len(program.cache.groups)} cache groups, {' '.join(target.features)}")
+            built = build_engine(program, target, directory)
+            manifest = engine_manifest(key, model, program, built, certify(report.certificates, built.aliases))
+            before_publish()
+            progress(Stage.PUBLISH, 0.0, key.artifact_id)
+            published = store.publish(key.artifact_id, directory, encode_manifest(manifest))
+        progress(Stage.PUBLISH, 1.0, "published" if published else "reused: another build published this key first")
+        return BuildResult(key.artifact_id, reused=not published)
+
+
+def explain(spec: CompileSpec, workspace: Workspace, progress: Progress) -> tuple[WriteCertificate, ...]:
+    """The certificates of every cache write of `spec`, proven or not. Reads headers only; nothing is built or stored."""
+    progress(Stage.FETCH, 0.0, spec.source)
+    with open_source(locate(spec.source, workspace.model_roots)) as opened:
+        exported = _export(spec, opened.config, progress)
+    return _prove(exported, progress)[1].certificates
+
+
+def _export(spec: CompileSpec, config: PreTrainedConfig, progress: Progress) -> DecoderProgram:
+    progress(Stage.EXPORT, 0.0, f"{config.num_hidden_layers} layers, {', '.join(map(str, spec.profiles.profiles))}")
+    cache = cache_spec(config, DType(spec.dtype), spec.layout, spec.page_size, spec.max_len)
+    return export_decoder(config, cache, spec.profiles)
+
+
+def _prove(exported: DecoderProgram, progress: Progress) -> tuple[DecoderProgram, ProofReport]:
+    """The lowered linear program and the verdicts on its writes."""
+    progress(Stage.LOWER, 0.0, "functional form")
+    linear = lower_to_linear(exported)
+    progress(Stage.PROVE, 0.0, f"{2 * exported.cache.num_layers} cache writes")
+    report = prove_decoder(exported, linear)
+    progress(Stage.PROVE, 1.0, f"{len(report.proven_nodes)} of {len(report.caches)} cache writes proven")
+    return linear, report
+
+
+def _is_whole(store: ArtifactStore, artifact_id: ArtifactId) -> bool:
+    """A damaged artifact is as good as none: publishing replaces it."""
+    try:
+        store.verify(artifact_id)
+    except (ArtifactNotFound, ArtifactCorrupt):
+        return False
+    return True

@@ -1,0 +1,131 @@
+"""The engine's artifact: its key over everything that went into the build, its manifest over everything that came out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from compiler_service.backends.inductor.build import BACKEND, BuiltEngine
+from compiler_service.export.program import DecoderProgram
+from compiler_service.ingest.component import file_entry
+from compiler_service.ingest.model import CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE, IngestedModel
+from shared.artifacts.key import ArtifactKey
+from shared.bindings import AliasedBinding, pool_name
+from shared.errors import BuildFailed
+from shared.manifest import SCHEMA_VERSION, EngineManifest, Target, WriteCertificate
+
+_PACKAGES_OF_THE_BUILD = ("compiler_service/backends", "shared/inductor", "shared/kernels/attention")
+"""Our own code that decides what a build makes of a program. What makes the program shows in its graph."""
+
+
+def engine_key(model: IngestedModel, program: DecoderProgram, target: Target, toolchain: dict[str, str]) -> ArtifactKey:
+    """Key of the engine that building `program` would make; nothing has to be built to know it."""
+    return ArtifactKey.of(
+        {
+            "kind": "engine",
+            "weights": model.file_sha256(WEIGHTS_FILE),
+            "config": model.file_sha256(CONFIG_FILE),
+            "tokenizer": model.file_sha256(TOKENIZER_FILE),
+            "graph": describe_graph(program),
+            "constants": {name: _tensor_digest(value) for name, value in program.constants.items()},
+            "weight_names": program.weights,
+            "profiles": asdict(program.profiles),
+            "cache": asdict(program.cache),
+            "backend": BACKEND,
+            "target": asdict(target),
+            "toolchain": toolchain,
+            "builder": source_digest(_PACKAGES_OF_THE_BUILD),
+        }
+    )
+
+
+def describe_graph(program: DecoderProgram) -> list[list[str]]:
+    """The whole graph as text: every node with its operator, edges, constant arguments and the shape and type of its value.
+
+    Two programs with the same text compute the same from the same inputs.
+    """
+    exported = program.program
+    nodes = [
+        [
+            node.op,
+            node.name,
+            str(node.target),
+            repr(node.args),
+            repr(sorted(node.kwargs.items())),
+            _value_text(node.meta.get("val")),
+        ]
+        for node in exported.graph.nodes
+    ]
+    bindings = [["binding", placeholder, name] for placeholder, name in program.inputs.items()]
+    ranges = [["range", str(symbol), str(bounds)] for symbol, bounds in sorted(exported.range_constraints.items(), key=str)]
+    lifted = [
+        ["constant", name, _tensor_digest(value)]
+        for name, value in sorted(exported.constants.items())
+        if isinstance(value, torch.Tensor)
+    ]
+    return [*nodes, *bindings, *ranges, *lifted]
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
+    if isinstance(value, tuple | list):
+        return str([_value_text(item) for item in value])
+    return str(value)
+
+
+def _tensor_digest(value: torch.Tensor) -> str:
+    data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(f"{value.dtype} {tuple(value.shape)}".encode() + data.tobytes()).hexdigest()
+
+
+def source_digest(folders: Sequence[str]) -> str:
+    """sha256 over names and contents of our own source files under `folders` (relative to the repository root)."""
+    root = Path(__file__).resolve().parent.parent
+    total = hashlib.sha256()
+    for path in sorted(path for folder in folders for path in (root / folder).rglob("*") if path.suffix in (".py", ".cpp", ".h")):
+        total.update(f"{path.relative_to(root)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()
+
+
+def certify(certificates: Sequence[WriteCertificate], aliases: Sequence[AliasedBinding]) -> tuple[WriteCertificate, ...]:
+    """The proof's certificates with the engine's side filled in: the binding that holds each cache, and whether it is aliased.
+
+    BuildFailed when a proven write did not end up in place: the promise of the proof was not kept.
+    """
+    in_place = {alias.input for alias in aliases if alias.input == alias.output}
+    filled = []
+    for certificate in certificates:
+        binding = pool_name(int(certificate.cache.rpartition(".")[2]))
+        filled.append(replace(certificate, binding=binding, aliased=binding in in_place))
+    if lost := [certificate.cache for certificate in filled if not certificate.aliased]:
+        raise BuildFailed(f"the writes of {', '.join(lost[:8])} are proven, but the engine reports no alias for their bindings")
+    return tuple(filled)
+
+
+def engine_manifest(
+    key: ArtifactKey, model: IngestedModel, program: DecoderProgram, built: BuiltEngine, proof: tuple[WriteCertificate, ...]
+) -> EngineManifest:
+    """The manifest of the engine whose files lie in `built.directory`, every one of them listed."""
+    names = sorted(path.relative_to(built.directory).as_posix() for path in built.directory.rglob("*") if path.is_file())
+    return EngineManifest(
+        schema_version=SCHEMA_VERSION,
+        artifact_id=key.artifact_id,
+        kind="engine",
+        model=model.facts,
+        cache=program.cache,
+        profiles=program.profiles,
+        bindings=built.bindings,
+        aliases=built.aliases,
+        backend=BACKEND,
+        target=built.target,
+        toolchain=built.toolchain,
+        constants=built.constants,
+        proof=proof,
+        key_components=dict(key.components),
+        files=tuple(file_entry(built.directory, name) for name in names),
+    )
