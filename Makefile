@@ -51,3 +51,6 @@ test: check ## everything CI runs
 
 manifests: setup ## render and validate every Kubernetes overlay, and check the rules
 	$(BIN)/pytest tests/manifests
+
+bench-cpu: setup ## decode and prefill rates: gRPC, bare engine, eager transformers, roofline
+	$(BIN)/python -m tests.bench.cpu
