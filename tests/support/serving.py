@@ -1,0 +1,104 @@
+"""Drive the real serving loop from a test: requests in one line, streams that remember, turns taken one by one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from runtime_service.core.params import CompactionParams, SamplingParams, StopParams
+from runtime_service.core.request import GenerationRequest
+from runtime_service.loop import ServingLoop
+from runtime_service.streaming.events import Event, Failure, Finished, TokenDelta, Usage
+from runtime_service.streaming.stream import TokenStream
+from shared.ids import RequestId
+from tests.support.tiny_engine import TinyEngine, tiny_tokenizer
+
+_numbers = itertools.count()
+
+
+class RecordingStream(TokenStream):
+    """A stream whose events can be looked at. Whatever is put after its end is remembered too, as a fault."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity=1_000_000, stall_after_s=1e9)
+        self.events: list[Event] = []
+        self.after_end: list[Event] = []
+
+    def put(self, event: Event) -> bool:
+        if not self.closed:
+            self.events.append(event)
+        elif self.is_ended:
+            self.after_end.append(event)
+        return super().put(event)
+
+    @property
+    def is_ended(self) -> bool:
+        return bool(self.events) and isinstance(self.events[-1], Usage | Failure)
+
+    def tokens(self, index: int = 0) -> list[int]:
+        return [t.token_id for e in self.events if isinstance(e, TokenDelta) and e.index == index for t in e.tokens]
+
+    def finish(self, index: int = 0) -> Finished:
+        (finished,) = (e for e in self.events if isinstance(e, Finished) and e.index == index)
+        return finished
+
+    @property
+    def usage(self) -> Usage:
+        last = self.events[-1]
+        assert isinstance(last, Usage), last
+        return last
+
+    @property
+    def error(self) -> Exception:
+        last = self.events[-1]
+        assert isinstance(last, Failure), last
+        return last.error
+
+
+def request(
+    prompt: Iterable[int],
+    max_tokens: int,
+    *,
+    request_id: str = "",
+    engine: str = "tiny",
+    sampling: SamplingParams | None = None,
+    compaction: CompactionParams | None = None,
+    priority: int = 0,
+    queue_deadline: float | None = None,
+    run_deadline: float | None = None,
+    stop_token_ids: Sequence[int] = (),
+) -> GenerationRequest:
+    """Greedy and through the end of text, unless told otherwise."""
+    return GenerationRequest(
+        request_id=RequestId(request_id or f"request-{next(_numbers)}"),
+        engine=engine,
+        prompt_ids=tuple(prompt),
+        sampling=sampling or SamplingParams(temperature=0.0),
+        stop=StopParams(max_tokens=max_tokens, ignore_eos=True, stop_token_ids=tuple(stop_token_ids)),
+        compaction=compaction,
+        priority=priority,
+        queue_deadline=queue_deadline,
+        run_deadline=run_deadline,
+    )
+
+
+def serving(engine: TinyEngine, num_pages: int, *, max_waiting: int = 64, **options: object) -> ServingLoop:
+    """A loop that serves `engine` as `tiny` and takes its turns when told to (its thread is not started)."""
+    loop = ServingLoop(max_waiting, **options)
+    loop.add_engine("tiny", engine, tiny_tokenizer(), num_pages)
+    return loop
+
+
+def submit(loop: ServingLoop, *requests: GenerationRequest) -> list[RecordingStream]:
+    streams = [RecordingStream() for _ in requests]
+    for wanted, stream in zip(requests, streams, strict=True):
+        loop.submit(wanted, stream)
+    return streams
+
+
+def run(loop: ServingLoop, most_turns: int = 10_000) -> int:
+    """Take turns until nothing is alive; returns how many. AssertionError if that does not happen."""
+    for turn in range(most_turns):
+        if not loop.turn():
+            return turn
+    raise AssertionError(f"still busy after {most_turns} turns: {loop.load()}")
