@@ -1,0 +1,79 @@
+"""Verify a built engine against the export it came from, on the model's own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, fx
+
+from compiler_service.backends.inductor.build import BuiltEngine
+from compiler_service.export.program import DecoderProgram
+from shared.errors import BuildFailed
+from shared.inductor.files import CONSTANTS_FILE, PACKAGE_DIRECTORY
+from shared.inductor.package import BoundPackage, Package
+from shared.inductor.probe import find_faults
+from shared.inductor.sample_step import SampleStep, gather_rows, logits_differ, sample_step
+from shared.profiles import OptimizationProfile
+
+_HISTORY = 3
+
+
+def verify_engine(built: BuiltEngine, exported: DecoderProgram, weights: Path) -> None:
+    """BuildFailed unless the engine passes the probe every load repeats and, at the smallest, the usual and the largest shape
+    of every profile, gives the logits of the exported linear program run eagerly.
+
+    `exported` is the program before any lowering; `weights` the model's safetensors file.
+    """
+    tensors = load_file(weights)
+    package = _bind(built, tensors)
+    if faults := find_faults(package.run, exported.cache, exported.profiles, exported.vocab_size):
+        raise BuildFailed(f"the engine fails its probe: {'; '.join(faults)}")
+    reference = _eager(exported, tensors)
+    for profile in exported.profiles.profiles:
+        for batch, query_len in _shapes(profile):
+            _compare(package, reference, exported, profile.name, batch, query_len)
+
+
+def _bind(built: BuiltEngine, tensors: dict[str, Tensor]) -> BoundPackage:
+    constants = load_file(built.directory / CONSTANTS_FILE)
+    constants |= {name: tensors[stored] for name, stored in built.constants.items()}
+    return Package(built.directory / PACKAGE_DIRECTORY).bind(constants)
+
+
+def _eager(exported: DecoderProgram, tensors: dict[str, Tensor]) -> fx.GraphModule:
+    module = exported.program.module(check_guards=False)
+    assert isinstance(module, fx.GraphModule)
+    module.load_state_dict({name: tensors[stored] for name, stored in exported.weights.items()}, strict=False, assign=True)
+    return module
+
+
+def _shapes(profile: OptimizationProfile) -> Iterator[tuple[int, int]]:
+    batch, query_len = profile.batch, profile.query_len
+    yield from dict.fromkeys(((batch.min, query_len.min), (batch.opt, query_len.opt), (batch.max, query_len.max)))
+
+
+def _compare(
+    package: BoundPackage, reference: fx.GraphModule, exported: DecoderProgram, profile: str, batch: int, query_len: int
+) -> None:
+    cache = exported.cache
+    start = min(_HISTORY, cache.max_len - query_len)
+    step = sample_step(cache, exported.vocab_size, batch=batch, query_len=query_len, start=start)
+    wanted = _run_linear(reference, exported, step)
+    try:
+        got = package.run(step.inputs)
+    except RuntimeError as error:
+        raise BuildFailed(f"profile {profile} does not run with batch {batch} and query length {query_len}: {error}") from error
+    if difference := logits_differ(got, wanted, step.pools[0].dtype):
+        raise BuildFailed(f"profile {profile} with batch {batch} and query length {query_len}: {difference}")
+
+
+def _run_linear(reference: fx.GraphModule, exported: DecoderProgram, step: SampleStep) -> Tensor:
+    length = int(step.write_start[0]) + step.input_ids.shape[1]
+    k_cache, v_cache = zip(*(gather_rows(exported.cache, pool, step.block_table, length) for pool in step.pools), strict=True)
+    with torch.no_grad():
+        logits = reference(step.input_ids, step.position_ids, step.write_start, step.last_index, list(k_cache), list(v_cache))
+    assert isinstance(logits, Tensor)
+    return logits
