@@ -71,9 +71,7 @@ async def test_a_succeeded_job_can_be_passed_over_when_its_artifact_is_gone(queu
     await succeed(queue, await claim(queue))
 
     async def rebuild(request: str) -> tuple[bool, str]:
-        made = await queue.submit(
-            request_id=request, spec=b"{}", spec_digest="digest", limits=JobLimits(), reuse_finished=False
-        )
+        made = await queue.submit(request_id=request, spec=b"{}", spec_digest="digest", limits=JobLimits(), reuse_finished=False)
         return made.created, made.job.job_id
 
     created, second = await rebuild("r-1")
