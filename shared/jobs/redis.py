@@ -23,6 +23,7 @@ from shared.jobs.queue import QueuePolicy, Submission
 from shared.jobs.stored import StoredQueue, readable
 
 CONSUMER_RETENTION_S = 3600.0
+_PREFIX = "{quire}:"
 _GROUP = "workers"
 _BLOCK_S = 1.0
 """A waiting worker looks this often whether a delayed job has become available. Under the client's socket timeout."""
@@ -34,10 +35,9 @@ _log = structlog.get_logger(__name__)
 class RedisQueue(StoredQueue):
     """JobQueue on an open client. Use `RedisQueue.connect`. `clock` replaces the server's in tests."""
 
-    def __init__(self, client: redis.asyncio.Redis, policy: QueuePolicy, namespace: str, clock: Callable[[], float] | None) -> None:
+    def __init__(self, client: redis.asyncio.Redis, policy: QueuePolicy, clock: Callable[[], float] | None) -> None:
         super().__init__(policy)
         self._client, self._clock = client, clock
-        self._prefix = f"{{{namespace}}}:"
         self._scripts = {
             text: client.register_script(text)
             for text in (
@@ -55,12 +55,11 @@ class RedisQueue(StoredQueue):
         url: str,
         policy: QueuePolicy | None = None,
         *,
-        namespace: str = "quire",
         clock: Callable[[], float] | None = None,
     ) -> RedisQueue:
         """Open `redis://`, `rediss://` or `unix://`. StoreUnavailable for a server that does not answer or may evict jobs."""
         client = redis.asyncio.Redis.from_url(url, socket_timeout=10.0, socket_connect_timeout=5.0)
-        queue = cls(client, policy or QueuePolicy(), namespace, clock)
+        queue = cls(client, policy or QueuePolicy(), clock)
         try:
             with _translated():
                 await queue._check_server()
@@ -90,7 +89,7 @@ class RedisQueue(StoredQueue):
 
     async def count(self) -> Mapping[JobState, int]:
         with _translated():
-            values = await _reply(self._client.hmget(self._prefix + "counts", list(JobState)))
+            values = await _reply(self._client.hmget(_PREFIX + "counts", list(JobState)))
         return {state: int(value or 0) for state, value in zip(JobState, values, strict=True)}
 
     async def _now(self) -> float:
@@ -120,7 +119,7 @@ class RedisQueue(StoredQueue):
 
     async def _load(self, job_id: str) -> Job | None:
         with _translated():
-            record = await _reply(self._client.hget(f"{self._prefix}job:{job_id}", "record"))
+            record = await _reply(self._client.hget(f"{_PREFIX}job:{job_id}", "record"))
         return None if record is None else decode_job(record)
 
     async def _commit(self, change: Change) -> bool:
@@ -147,7 +146,7 @@ class RedisQueue(StoredQueue):
 
     async def _read_group(self, worker: str, block_ms: int | None) -> tuple[bytes, str] | None:
         """Message id and job id of the next message nobody was given, or None."""
-        ready = self._prefix + "ready"
+        ready = _PREFIX + "ready"
         try:
             reply = await _reply(self._client.xreadgroup(_GROUP, worker, {ready: ">"}, count=1, block=block_ms))
         except ResponseError as error:
@@ -163,10 +162,10 @@ class RedisQueue(StoredQueue):
 
     async def _delivered_job(self, entry: bytes, job_id: str) -> Job | None:
         """The job a message stands for, if it may be claimed through it. The message of any other is dropped."""
-        record, current = await _reply(self._client.hmget(f"{self._prefix}job:{job_id}", ["record", "entry"]))
+        record, current = await _reply(self._client.hmget(f"{_PREFIX}job:{job_id}", ["record", "entry"]))
         if record is None or current != entry:
-            await _reply(self._client.xack(self._prefix + "ready", _GROUP, entry))
-            await _reply(self._client.xdel(self._prefix + "ready", entry))
+            await _reply(self._client.xack(_PREFIX + "ready", _GROUP, entry))
+            await _reply(self._client.xdel(_PREFIX + "ready", entry))
             return None
         job = next(readable([record]), None)  # an unreadable one stays pending and comes again, maybe to a newer version
         return job if job is not None and job.state is JobState.QUEUED else None
@@ -178,7 +177,7 @@ class RedisQueue(StoredQueue):
 
     async def _due(self, now: float) -> Sequence[str]:
         with _translated():
-            ids = await _reply(self._client.zrange(self._prefix + "due", "-inf", repr(now), byscore=True))
+            ids = await _reply(self._client.zrange(_PREFIX + "due", "-inf", repr(now), byscore=True))
         return [job_id.decode() for job_id in ids]
 
     async def _page(self, states: Collection[JobState], before: int | None, limit: int) -> Sequence[tuple[int, bytes]]:
@@ -187,11 +186,11 @@ class RedisQueue(StoredQueue):
         while len(found) < limit:
             with _translated():
                 numbered = await _reply(
-                    self._client.zrevrangebyscore(self._prefix + "numbers", upper, "-inf", 0, _SCAN, withscores=True)
+                    self._client.zrevrangebyscore(_PREFIX + "numbers", upper, "-inf", 0, _SCAN, withscores=True)
                 )
                 pipeline = self._client.pipeline(transaction=False)
                 for job_id, _ in numbered:
-                    pipeline.hmget(f"{self._prefix}job:{job_id.decode()}", ["state", "record"])
+                    pipeline.hmget(f"{_PREFIX}job:{job_id.decode()}", ["state", "record"])
                 rows = await pipeline.execute()
             for (_, number), (state, record) in zip(numbered, rows, strict=True):
                 if state is not None and (not states or state.decode() in states):
@@ -203,11 +202,11 @@ class RedisQueue(StoredQueue):
 
     async def _events(self, job_id: str, after_sequence: int) -> Sequence[JobEvent]:
         with _translated():
-            rows = await _reply(self._client.xrange(f"{self._prefix}events:{job_id}", min=f"({after_sequence}-0"))
+            rows = await _reply(self._client.xrange(f"{_PREFIX}events:{job_id}", min=f"({after_sequence}-0"))
         return [decode_event(fields[b"event"]) for _, fields in rows]
 
     async def _run(self, script: str, *args: str | bytes) -> Any:
-        return await _reply(self._scripts[script](keys=[self._prefix], args=args))
+        return await _reply(self._scripts[script](keys=[_PREFIX], args=args))
 
     def _fields(self, job: Job, now: float) -> tuple[str | bytes, ...]:
         """What the scripts call id, revision, state, record, digest, joinable, worker, available_s, due_s, now."""
