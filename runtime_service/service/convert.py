@@ -92,6 +92,14 @@ def seconds(message: Duration, field: str, cap: float) -> float:
     return min(value, cap)
 
 
+def grace_seconds(message: Duration, field: str, cap: float) -> float:
+    """A wait of 0 (unset) to `cap`."""
+    value = message.ToNanoseconds() / 1e9
+    if not 0 <= value <= cap:
+        raise FieldOutOfRange(f"{field} must be 0 to {cap:g} s; got {value:g} s", field=field)
+    return value
+
+
 def response(event: Event) -> inference_pb2.GenerateResponse:
     match event:
         case TokenDelta():

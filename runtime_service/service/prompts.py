@@ -25,28 +25,27 @@ class PromptEncoder:
     template has already written them. Prompts given as ids are used as they are.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, limits: PromptLimits, executor: Executor) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: PromptLimits, executor: Executor) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
         self._limits = limits
         self._executor = executor
         self._start_ids = tuple(tokenizer.encode("", add_special_tokens=True).ids)
 
     async def encode(self, request: inference_pb2.GenerateRequest) -> tuple[int, ...]:
-        """FieldOutOfRange for no prompt, one over a cap (bytes are checked before anything is tokenised), or an id out of range."""
+        """FieldOutOfRange for no prompt or one over a cap; bytes are counted before anything is tokenised."""
         match request.WhichOneof("prompt"):
             case "text":
-                return self._checked("text", await self._encode_text(request.text))
+                size = len(request.text.encode())
+                if size > self._limits.max_bytes:
+                    raise _too_long("text", f"{self._limits.max_bytes} bytes", size)
+                ids = await asyncio.get_running_loop().run_in_executor(self._executor, self._tokenise, request.text)
+                self._check_length("text", len(ids))
+                return ids
             case "token_ids":
-                return self._checked("token_ids.ids", self._check_ids(request.token_ids))
+                self._check_length("token_ids.ids", len(request.token_ids.ids))
+                return tuple(request.token_ids.ids)
             case _:
                 raise FieldOutOfRange("a request needs a prompt: text or token_ids; got neither", field="prompt")
-
-    async def _encode_text(self, text: str) -> tuple[int, ...]:
-        size = len(text.encode())
-        if size > self._limits.max_bytes:
-            raise _too_long("text", f"{self._limits.max_bytes} bytes", size)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._tokenise, text)
 
     def _tokenise(self, text: str) -> tuple[int, ...]:
         # The batch call gives the interpreter lock back while it works and skips offsets nobody needs.
@@ -54,23 +53,9 @@ class PromptEncoder:
         ids = tuple(encoding.ids)
         return ids if ids[: len(self._start_ids)] == self._start_ids else self._start_ids + ids
 
-    def _check_ids(self, prompt: inference_pb2.TokenIds) -> tuple[int, ...]:
-        if len(prompt.ids) > self._limits.max_tokens:  # before a million ids are copied
-            raise _too_long("token_ids.ids", f"{self._limits.max_tokens} tokens", len(prompt.ids))
-        ids = tuple(prompt.ids)
-        if ids and max(ids) >= self._vocab_size:
-            raise FieldOutOfRange(
-                f"token_ids.ids must be 0 to {self._vocab_size - 1}, this engine's vocabulary; got {max(ids)}",
-                field="token_ids.ids",
-            )
-        return ids
-
-    def _checked(self, field: str, ids: tuple[int, ...]) -> tuple[int, ...]:
-        if not ids:
-            raise FieldOutOfRange(f"{field} must hold at least one token; got none", field=field)
-        if len(ids) > self._limits.max_tokens:
-            raise _too_long(field, f"{self._limits.max_tokens} tokens", len(ids))
-        return ids
+    def _check_length(self, field: str, length: int) -> None:
+        if length > self._limits.max_tokens:
+            raise _too_long(field, f"{self._limits.max_tokens} tokens", length)
 
 
 def _too_long(field: str, limit: str, got: int) -> FieldOutOfRange:

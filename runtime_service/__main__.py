@@ -1,0 +1,91 @@
+"""`python -m runtime_service`: puts the runtime together and serves until SIGTERM or SIGINT.
+
+Prints one JSON line with the address once it serves. On a signal: readiness off, nothing more admitted, what runs may finish,
+the rest ends as retryable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+
+from runtime_service.config import RuntimeSettings
+from runtime_service.engine.loader import EngineLoader
+from runtime_service.loop import ServingLoop
+from runtime_service.service.control import ControlServicer
+from runtime_service.service.engines import Engines, Loader
+from runtime_service.service.inference import InferenceServicer
+from runtime_service.service.probes import report_health
+from shared.artifacts.local import LocalStore
+from shared.artifacts.store import ArtifactStore
+from shared.errors import QuireError
+from shared.pb.quire.v1 import control_pb2_grpc, inference_pb2_grpc
+from shared.rpc.server import Server, stop_signals
+from shared.telemetry.log import configure_logging
+
+SERVICES = ("quire.v1.Inference", "quire.v1.Control")
+TOKENISING_THREADS = 2
+LAST_WORDS_S = 5.0
+"""After the drain streams get so long to hand over their last events."""
+
+
+class Runtime:
+    """The serving loop and the gRPC server in front of it. `async with` starts and ends both; `address` is where it serves."""
+
+    def __init__(self, settings: RuntimeSettings, store: ArtifactStore, loader: Loader) -> None:
+        self._settings = settings
+        self._tokenising = ThreadPoolExecutor(TOKENISING_THREADS, thread_name_prefix="tokenise")
+        self.loop = ServingLoop(settings.max_waiting_requests)
+        self.engines = Engines(store, loader, self.loop, settings, self._tokenising)
+        self.server = Server(settings.server_options, SERVICES, settings.interceptors)
+        inference = InferenceServicer(self.loop, self.engines, settings)
+        control = ControlServicer(self.loop, self.engines, settings)
+        inference_pb2_grpc.add_InferenceServicer_to_server(inference, self.server.grpc)
+        control_pb2_grpc.add_ControlServicer_to_server(control, self.server.grpc)
+        self.address = ""
+
+    async def __aenter__(self) -> Runtime:
+        self.address = await self.server.start()
+        self.loop.start()
+        self._health = asyncio.create_task(report_health(self.server, self.loop, self._settings.hang_after_s))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Drain and stop."""
+        await self.server.begin_shutdown()
+        self._health.cancel()
+        with contextlib.suppress(QuireError):  # a loop that has died has nothing left to drain
+            report = await asyncio.to_thread(self.loop.drain, self._settings.drain_s)
+            structlog.get_logger(__name__).info("drained", finished=report.finished, aborted=report.aborted)
+        await self.server.stop(LAST_WORDS_S)
+        await asyncio.to_thread(self.loop.stop)
+        self._tokenising.shutdown()
+
+
+async def serve(settings: RuntimeSettings) -> None:
+    runtime = Runtime(settings, LocalStore(settings.artifacts_directory), EngineLoader())
+    async with stop_signals() as stopped, runtime:
+        sys.stdout.write(json.dumps({"address": runtime.address}) + "\n")
+        sys.stdout.flush()
+        await stopped.wait()
+
+
+def main() -> None:
+    try:
+        settings = RuntimeSettings()
+        configure_logging("runtime", settings.log_level)
+    except ValueError as error:
+        sys.exit(f"bad settings: {error}")
+    try:
+        asyncio.run(serve(settings))
+    except QuireError as error:
+        sys.exit(error.message)
+
+
+if __name__ == "__main__":
+    main()
