@@ -22,7 +22,7 @@ from tokenizers.models import WordLevel
 
 from runtime_service.engine.bindings import check_inputs
 from runtime_service.engine.engine import EngineInputs
-from runtime_service.kv.pool import K, KVPool, V
+from runtime_service.kv.pool import KVPool
 from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout
 from shared.manifest import SCHEMA_VERSION, EngineManifest, ModelFacts, Target
 from shared.profiles import ProfileSet, parse_profile
@@ -127,28 +127,23 @@ class TinyEngine:
         self.on_run: Callable[[EngineInputs], None] | None = None
         self.closed = False
         self._weights = {name: torch.from_numpy(value) for name, value in self.model.weights.items()}
+        for layer in range(LAYERS):
+            self._weights[f"{layer}.qkv"] = torch.cat([self._weights[f"{layer}.{part}"] for part in "qkv"], dim=1)
+        self._rotation = _rotations()
 
     def run(self, inputs: EngineInputs, pool: KVPool) -> torch.Tensor:
         assert not self.closed
         check_inputs(inputs, self.manifest, pool.num_pages)
         if self.on_run is not None:
             self.on_run(inputs)
-        w = self._weights
+        w, rotation = self._weights, self._rotation[inputs.position_ids.long()][:, None]
+        table_BM, start_B = inputs.block_table.long(), inputs.write_start.long()
         x_BnE = w["embed"][inputs.input_ids.long()]
         for layer in range(LAYERS):
-            h_BnE = _norm(x_BnE)
-            q_BHnD = _rope(_heads(h_BnE @ w[f"{layer}.q"], HEADS), inputs.position_ids)
-            k_BKnD = _rope(_heads(h_BnE @ w[f"{layer}.k"], KV_HEADS), inputs.position_ids)
-            v_BKnD = _heads(h_BnE @ w[f"{layer}.v"], KV_HEADS)
-            out_BHnD = paged_attend(
-                q_BHnD,
-                k_BKnD,
-                v_BKnD,
-                pool.by_page(layer),
-                inputs.block_table.long(),
-                inputs.write_start.long(),
-                self.model.layer_window(layer),
-            )
+            h_BnHD = (_norm(x_BnE) @ w[f"{layer}.qkv"]).unflatten(-1, (-1, HEAD_DIM))
+            q_BHnD, k_BKnD, v_BKnD = h_BnHD.transpose(1, 2).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+            q_BHnD, k_BKnD = _rotate(q_BHnD, rotation), _rotate(k_BKnD, rotation)
+            out_BHnD = paged_attend(q_BHnD, k_BKnD, v_BKnD, pool.by_page(layer), table_BM, start_B, self.model.layer_window(layer))
             x_BnE = x_BnE + out_BHnD.transpose(1, 2).flatten(2) @ w[f"{layer}.o"]
             x_BnE = x_BnE + torch.relu(_norm(x_BnE) @ w[f"{layer}.up"]) @ w[f"{layer}.down"]
         last_BE = x_BnE[torch.arange(inputs.batch), inputs.last_index.long()]
@@ -168,40 +163,40 @@ def paged_attend(
     window: int | None,
 ) -> torch.Tensor:
     """Write, then attend, as `quire::paged_attend` does, in float64. `pages` is a layer's pool `[pages, 2, K, page_size, D]`."""
-    page_size, count, group = pages.shape[3], q_BHnD.shape[2], q_BHnD.shape[1] // k_BKnD.shape[1]
+    page_size, count, kv_heads = pages.shape[3], q_BHnD.shape[2], k_BKnD.shape[1]
     own_Bn = start_B[:, None] + torch.arange(count)
     page_Bn, offset_Bn = table_BM.gather(1, own_Bn // page_size), own_Bn % page_size
-    for kind, new in ((K, k_BKnD), (V, v_BKnD)):
-        pages[:, kind].transpose(1, 2)[page_Bn, offset_Bn] = new.transpose(1, 2).to(pages.dtype)
+    pages[page_Bn, :, :, offset_Bn] = torch.stack([k_BKnD, v_BKnD], dim=1).permute(0, 3, 1, 2, 4).to(pages.dtype)
 
     cells = torch.arange(int(own_Bn.max()) + 1)
     visible_BnS = cells <= own_Bn[..., None]
     if window is not None:
         visible_BnS &= cells > own_Bn[..., None] - window
-    read_BS = visible_BnS.any(1)
-    cached = []
-    for kind in (K, V):
-        rows_BSKD = pages[:, kind].transpose(1, 2)[table_BM[:, cells // page_size], cells % page_size]
-        # A cell no query of its row sees may hold anything, NaN included: it is not read.
-        rows_BSKD = torch.where(read_BS[..., None, None], rows_BSKD, 0.0)
-        cached.append(rows_BSKD.transpose(1, 2).double().repeat_interleave(group, dim=1))
-    scores_BHnS = q_BHnD @ cached[0].mT / HEAD_DIM**0.5
-    return scores_BHnS.masked_fill(~visible_BnS[:, None], -torch.inf).softmax(-1) @ cached[1]
+    cached_BS2KD = pages[table_BM[:, cells // page_size], :, :, cells % page_size]
+    # A cell no query of its row sees may hold anything, NaN included: it is not read.
+    cached_BS2KD = torch.where(visible_BnS.any(1)[..., None, None, None], cached_BS2KD, 0.0).double()
+    k_BKSD, v_BKSD = cached_BS2KD.permute(2, 0, 3, 1, 4)
+    q_BKGnD = q_BHnD.unflatten(1, (kv_heads, -1))
+    scores_BKGnS = q_BKGnD @ k_BKSD[:, :, None].mT / HEAD_DIM**0.5
+    weights_BKGnS = scores_BKGnS.masked_fill(~visible_BnS[:, None, None], -torch.inf).softmax(-1)
+    return (weights_BKGnS @ v_BKSD[:, :, None]).flatten(1, 2)
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def _heads(x_BnF: torch.Tensor, heads: int) -> torch.Tensor:
-    return x_BnF.unflatten(-1, (heads, HEAD_DIM)).transpose(1, 2)
-
-
-def _rope(x_BHnD: torch.Tensor, positions_Bn: torch.Tensor) -> torch.Tensor:
+def _rotations() -> torch.Tensor:
+    """Cosines and sines of every position, `[position, 2, D / 2]`."""
     frequencies = ROPE_BASE ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
-    angles = positions_Bn[:, None, :, None].double() * frequencies
+    angles = torch.arange(MAX_POSITION, dtype=torch.float64)[:, None] * frequencies
+    return torch.stack([angles.cos(), angles.sin()], dim=1)
+
+
+def _rotate(x_BHnD: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    cos, sin = rotation.unbind(-2)
     a, b = x_BHnD.chunk(2, dim=-1)
-    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,293 @@
+"""Who takes the next step, on whose pages."""
+
+from __future__ import annotations
+
+import pytest
+
+from runtime_service.core.batch import PressureRound, ScheduledBatch
+from runtime_service.core.params import CompactionParams
+from runtime_service.core.sequence import Sequence, Status
+from shared.kv_spec import Layout
+from tests.unit.runtime_service.scheduler.conftest import Bench
+
+
+def rounds(budget: int, interval: int) -> CompactionParams:
+    return CompactionParams("sink_recent", budget, interval, sinks=0)
+
+
+def batch(work: object) -> ScheduledBatch:
+    assert isinstance(work, ScheduledBatch), work
+    return work
+
+
+def test_an_idle_scheduler_has_nothing_to_do(bench: type[Bench]) -> None:
+    assert bench(8).step() is None
+
+
+def test_a_prompt_is_prefilled_in_chunks_then_decoded_one_by_one(bench: type[Bench]) -> None:
+    b = bench(20)
+    sequence = b.add(prompt=19, max_tokens=3)
+    steps = [batch(b.step()) for _ in range(5)]
+    assert [(s.profile, s.query_len) for s in steps] == [
+        ("prefill", 8),
+        ("prefill", 8),
+        ("prefill", 3),
+        ("decode", 1),
+        ("decode", 1),
+    ]
+    assert sequence.status is Status.FINISHED
+    assert b.step() is None
+
+
+def test_a_one_token_prompt_is_a_decode_step(bench: type[Bench]) -> None:
+    b = bench(20)
+    b.add(prompt=1)
+    assert batch(b.step()).profile == "decode"
+
+
+def test_prefill_and_decode_take_turns(bench: type[Bench]) -> None:
+    b = bench(60)
+    b.add(prompt=8)
+    b.step()
+    b.add(prompt=32)
+    assert [batch(b.step()).profile for _ in range(9)] == ["decode", "prefill"] * 4 + ["decode"]
+
+
+def test_rows_of_a_prefill_are_equally_long(bench: type[Bench]) -> None:
+    """Those that can take the leader's chunk ride along; shorter ones wait for their own turn."""
+    b = bench(60)
+    leader, short, long = b.add(prompt=5), b.add(prompt=3), b.add(prompt=30)
+    first = batch(b.step())
+    assert (first.query_len, first.sequences) == (5, (leader, long))
+    assert batch(b.step()).profile == "decode"
+    third = batch(b.step())
+    assert (third.query_len, third.sequences) == (3, (short, long))
+
+
+def test_a_batch_is_never_larger_than_its_profile(bench: type[Bench]) -> None:
+    b = bench(100)
+    for _ in range(9):
+        b.add(prompt=4, max_tokens=9)
+    while (work := b.step()) is not None:
+        assert len(batch(work).sequences) <= {"prefill": 2, "decode": 4}[batch(work).profile]
+        assert len(b.scheduler.running) <= 4
+
+
+def test_a_chunk_ends_where_a_round_must_run(bench: type[Bench]) -> None:
+    b = bench(20)
+    sequence = b.add(prompt=40, compaction=rounds(6, 5))
+    lengths = []
+    while sequence.remaining > 1:
+        lengths.append(batch(b.step()).query_len)
+        assert sequence.physical_len <= 11
+    assert lengths == [8, 3, 5, 5, 5, 5, 5, 4]
+
+
+def test_pages_for_the_whole_prompt_are_taken_at_admission(bench: type[Bench]) -> None:
+    """BR-124: a prompt that fits is not robbed by decodes while it is being prefilled in chunks."""
+    b = bench(12)
+    decoder = b.add(prompt=4, max_tokens=9)
+    b.step()
+    prompt = b.add(prompt=36, max_tokens=1)
+    seen = []
+    while prompt.status is not Status.FINISHED:
+        b.step()
+        seen.append(len(prompt.pages))
+    assert set(seen[:-1]) == {9}
+    assert len(decoder.pages) == 3  # it went on growing meanwhile
+    assert b.scheduler.num_preemptions == 0
+
+
+def test_admission_leaves_a_page_for_each_running_sequence_to_grow(bench: type[Bench]) -> None:
+    b = bench(10)
+    b.add(prompt=4, max_tokens=20)
+    b.step()
+    newcomer = b.add(prompt=36)
+    b.step()
+    assert newcomer.status is Status.WAITING  # 9 pages are free, 1 of them spoken for
+    smaller = bench(11)
+    smaller.add(prompt=4, max_tokens=20)
+    smaller.step()
+    fits = smaller.add(prompt=36)
+    smaller.step()
+    assert fits.status is Status.RUNNING
+
+
+def test_nobody_overtakes_a_head_that_does_not_fit_yet(bench: type[Bench]) -> None:
+    b = bench(10)
+    b.add(prompt=20, max_tokens=8)
+    b.step()
+    large, small = b.add(prompt=30, max_tokens=2), b.add(prompt=2, max_tokens=2)
+    while large.status is Status.WAITING:
+        assert small.status is Status.WAITING
+        b.step()
+    b.finish()
+
+
+def test_higher_priority_is_admitted_first(bench: type[Bench]) -> None:
+    b = bench(10)
+    b.add(prompt=30, max_tokens=3)
+    b.step()
+    low, high = b.add(prompt=30, max_tokens=2), b.add(prompt=30, max_tokens=2, priority=1)
+    while high.status is Status.WAITING:
+        b.step()
+    assert low.status is Status.WAITING
+    b.finish()
+
+
+def test_the_lowest_ranked_gives_way_and_comes_back_to_the_same_tokens(bench: type[Bench]) -> None:
+    b = bench(6)
+    old, young = b.add(prompt=7, max_tokens=16), b.add(prompt=7, max_tokens=16)
+    while young.preemptions == 0:
+        b.step()
+    assert (old.preemptions, old.status) == (0, Status.RUNNING)
+    assert (young.status, young.pages, young.computed) == (Status.WAITING, [], 0)
+    kept = list(young.tokens)
+    b.finish()
+    assert young.tokens[: len(kept)] == kept
+    assert young.num_generated == 16
+    assert b.scheduler.num_preemptions == young.preemptions
+
+
+def test_priority_outweighs_age_when_a_victim_is_chosen(bench: type[Bench]) -> None:
+    b = bench(6)
+    old, urgent = b.add(prompt=7, max_tokens=16), b.add(prompt=7, max_tokens=16, priority=1)
+    b.finish()
+    assert (old.preemptions > 0, urgent.preemptions) == (True, 0)
+
+
+def test_a_preempted_sequence_returns_only_when_all_it_has_fits(bench: type[Bench]) -> None:
+    """BR-115: prompt of 10 chunks, space for 6, two decoders: no endless resume and preempt, progress never falls back for long."""
+    b = bench(24, profiles=("decode=4x1", "prefill=1x8"))
+    first, second = b.add(prompt=4, max_tokens=40), b.add(prompt=4, max_tokens=40)
+    b.step(), b.step()
+    long = b.add(prompt=80, max_tokens=3)
+    high_water, resumed = 0, 0
+    for _ in range(200):
+        before = long.status
+        b.step()
+        if before is Status.WAITING and long.status is Status.RUNNING:
+            resumed += 1
+            assert len(long.pages) * 4 >= long.logical_len
+        high_water = max(high_water, long.computed)
+    assert long.status is Status.FINISHED
+    assert resumed <= 1 + long.preemptions
+    assert high_water == 81  # with the step that ended it, 82
+    assert {first.status, second.status} == {Status.FINISHED}
+
+
+@pytest.mark.parametrize("num_pages", [8, 9, 10, 13])
+def test_any_mix_of_requests_that_fit_alone_finishes(bench: type[Bench], num_pages: int) -> None:
+    b = bench(num_pages)
+    sequences = [b.add(prompt=1 + 5 * n % 23, max_tokens=1 + 7 * n % 9, priority=n % 3) for n in range(12)]
+    b.finish()
+    assert all(s.num_generated == s.request.stop.max_tokens for s in sequences)
+
+
+def test_no_page_left_is_met_with_a_round_before_a_preemption(bench: type[Bench]) -> None:
+    b = bench(8)
+    compacting = b.add(prompt=6, max_tokens=60, compaction=rounds(4, 24))
+    plain = b.add(prompt=6, max_tokens=14)
+    pressed = []
+    while plain.status is not Status.FINISHED:
+        work = b.step()
+        if isinstance(work, PressureRound):
+            pressed.append(work.sequence)
+    assert pressed
+    assert set(pressed) == {compacting}
+    assert b.scheduler.num_preemptions == 0
+    assert compacting.rounds[0].at < 4 + 24
+
+
+def test_the_round_that_frees_most_is_taken(bench: type[Bench]) -> None:
+    b = bench(14)
+    small = b.add(prompt=9, max_tokens=60, compaction=rounds(8, 40))
+    large = b.add(prompt=21, max_tokens=60, compaction=rounds(4, 40))
+    while not isinstance(work := b.step(), PressureRound):
+        pass
+    assert work.sequence is large
+    assert small.rounds == []
+
+
+def test_a_sequence_that_is_prefilling_is_not_pressed(bench: type[Bench]) -> None:
+    """Its pages are promised to tokens it already has: a round would free none of them."""
+    b = bench(9, profiles=("decode=4x1", "prefill=1x2"))
+    decoder = b.add(prompt=2, max_tokens=30)
+    b.step()
+    prefilling = b.add(prompt=20, max_tokens=4, compaction=rounds(4, 16))
+    while b.scheduler.num_preemptions == 0 and decoder.status is Status.RUNNING:
+        if isinstance(work := b.step(), PressureRound):
+            assert work.sequence.remaining == 1
+    b.finish()
+    assert prefilling.num_generated == 4
+
+
+def test_a_decoder_without_a_page_yields_to_a_higher_ranked_prefill(bench: type[Bench]) -> None:
+    """The only decoder preempts itself; the step then is the prefill's."""
+    b = bench(9, profiles=("decode=4x1", "prefill=1x4"))
+    low = b.add(prompt=4, max_tokens=30, priority=-1)
+    for _ in range(4):
+        b.step()
+    high = b.add(prompt=24, max_tokens=6)
+    assert low.status is Status.RUNNING
+    b.step()
+    while low.preemptions == 0:
+        b.step()
+        assert high.status is Status.RUNNING
+    b.finish()
+    assert low.num_generated == 30
+
+
+@pytest.mark.parametrize("status", list(Status))
+def test_release_is_idempotent_from_every_status(bench: type[Bench], status: Status) -> None:
+    """BR-118: nothing held, something held, nothing left."""
+    b = bench(6)
+    sequence = b.add(prompt=6, max_tokens=1 if status is Status.FINISHED else 9)
+    if status is not Status.WAITING:
+        b.step()
+    assert sequence.status is status
+    for _ in range(3):
+        b.scheduler.release(sequence)
+        assert sequence.status is Status.FINISHED
+        assert (b.allocator.num_free, len(b.scheduler.waiting), b.scheduler.running) == (6, 0, [])
+
+
+def test_pages_go_back_by_ownership_not_by_tokens(bench: type[Bench]) -> None:
+    """BR-034: page size 1, a pool of 9; a step has written its entry and the sampled token was never appended."""
+    b = bench(9, page_size=1)
+    sequence = b.add(prompt=5)
+    work = b.scheduler.schedule()
+    assert isinstance(work, ScheduledBatch)
+    sequence.advance(work.query_len)
+    b.scheduler.release(sequence)
+    assert b.allocator.num_free == 9
+
+
+def test_the_linear_layout_is_a_slot_for_each_sequence(bench: type[Bench]) -> None:
+    b = bench(2, layout=Layout.LINEAR, max_len=32)
+    sequences = [b.add(prompt=10, max_tokens=23), b.add(prompt=3, max_tokens=20), b.add(prompt=10, max_tokens=5)]
+    b.step()
+    assert [s.status for s in sequences] == [Status.RUNNING, Status.RUNNING, Status.WAITING]
+    assert [len(s.pages) for s in sequences] == [1, 1, 0]
+    b.finish()
+    assert b.scheduler.num_preemptions == 0
+
+
+def test_a_linear_sequence_goes_on_past_its_slot_with_rounds(bench: type[Bench]) -> None:
+    b = bench(1, layout=Layout.LINEAR, max_len=32)
+    sequence: Sequence = b.add(prompt=50, max_tokens=200, compaction=rounds(20, 12))
+    b.finish()
+    assert (sequence.num_generated, len(sequence.rounds)) == (200, (249 - 20) // 12)
+
+
+def test_a_preempted_sequence_with_rounds_replays_them(bench: type[Bench]) -> None:
+    b = bench(8)
+    b.add(prompt=6, max_tokens=25)
+    compacting = b.add(prompt=30, max_tokens=40, compaction=rounds(8, 4))
+    while compacting.preemptions == 0:
+        b.step()
+    remembered = [(r.at, r.evicted.tolist()) for r in compacting.rounds]
+    assert remembered
+    b.finish()
+    assert [(r.at, r.evicted.tolist()) for r in compacting.rounds][: len(remembered)] == remembered
+    assert sum(len(r.evicted) for r in compacting.rounds) == compacting.rounds[-1].at - 8
