@@ -23,8 +23,8 @@ from shared.artifacts.collection import choose_removals
 from shared.artifacts.files import check_files, fsync, make_durable, tree_bytes
 from shared.artifacts.lease import LEASE_TTL_S, Lease
 from shared.artifacts.record import MANIFEST_NAME, SIGNATURE_NAME, ManifestHead, read_head, seal, unseal
-from shared.artifacts.store import UNREADABLE, ArtifactHandle, ArtifactInfo, GCReport, ManifestVerifier
-from shared.errors import ArtifactCorrupt, ArtifactNotFound, InUse, StoreUnavailable
+from shared.artifacts.store import UNREADABLE, ArtifactHandle, ArtifactInfo, GCReport, ManifestVerifier, check_unused, not_found
+from shared.errors import ArtifactCorrupt, ArtifactNotFound, StoreUnavailable
 from shared.ids import ArtifactId, check_artifact_id, new_id
 
 STALE_STAGING_S = 24 * 3600.0
@@ -87,7 +87,8 @@ class LocalStore:
             except BaseException:
                 lease.close()
                 raise
-        return ArtifactHandle(head, manifest, directory, lease)
+        paths = {entry.path: directory / entry.path for entry in head.files}
+        return ArtifactHandle(head.artifact_id, manifest, paths, lease.close)
 
     def verify(self, artifact_id: str) -> None:
         with self._disk():
@@ -121,12 +122,8 @@ class LocalStore:
         with self._disk():
             with self._locked():
                 if not directory.exists():
-                    raise _not_found(artifact_id)
-                if self._is_leased(directory.name):
-                    raise InUse(f"artifact {artifact_id} is open in a process; unload it first")
-                for info in self.list():
-                    if info.model_id == artifact_id:
-                        raise InUse(f"model {artifact_id} is needed by engine {info.artifact_id}; delete that first")
+                    raise not_found(artifact_id)
+                check_unused(artifact_id, self.list())
                 self._hide(directory)
             self._empty_trash()
 
@@ -176,7 +173,7 @@ class LocalStore:
         try:
             manifest = unseal(path.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
-            raise _not_found(directory.name) from None
+            raise not_found(directory.name) from None
         return manifest, read_head(manifest, artifact_id=directory.name)
 
     def _check(self, directory: Path) -> tuple[bytes, ManifestHead]:
@@ -236,7 +233,7 @@ class LocalStore:
 
         with self._locked():  # from here on no collection can choose it
             if not directory.exists():
-                raise _not_found(directory.name)
+                raise not_found(directory.name)
             renew()
         return Lease(renew, release)
 
@@ -279,7 +276,3 @@ class LocalStore:
 def _newest_mtime(directory: Path) -> float:
     times = [directory.stat().st_mtime, *(path.lstat().st_mtime for path in directory.rglob("*"))]
     return max(times)
-
-
-def _not_found(artifact_id: str) -> ArtifactNotFound:
-    return ArtifactNotFound(f"no artifact {artifact_id} in this store; compile it or point --store at the store that has it")

@@ -10,16 +10,14 @@ the store.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Protocol
 
-from shared.artifacts.lease import Lease
-from shared.artifacts.record import ManifestHead
-from shared.errors import ArtifactNotFound
+from shared.errors import ArtifactNotFound, InUse
 from shared.ids import ArtifactId
 
 UNREADABLE = "unreadable"
@@ -53,23 +51,27 @@ class GCReport:
 
 
 class ArtifactHandle:
-    """A verified artifact, held against garbage collection until `close()`. Use it as a context manager."""
+    """A verified artifact, held against garbage collection until `close()`. Use it as a context manager.
 
-    def __init__(self, head: ManifestHead, manifest_bytes: bytes, directory: Path, lease: Lease) -> None:
-        self.artifact_id = head.artifact_id
-        self.manifest_bytes = manifest_bytes
-        self._paths = {entry.path: directory / entry.path for entry in head.files}
-        self._lease = lease
+    `paths`: local path of every file by its name in the manifest.
+    """
+
+    def __init__(
+        self, artifact_id: ArtifactId, manifest_bytes: bytes, paths: Mapping[str, Path], release: Callable[[], None]
+    ) -> None:
+        self.artifact_id, self.manifest_bytes = artifact_id, manifest_bytes
+        self.paths = MappingProxyType(dict(paths))
+        self._release = release
 
     def path(self, name: str) -> Path:
         """Local path of a file of the manifest; ArtifactNotFound for any other name."""
-        if name not in self._paths:
-            raise ArtifactNotFound(f"artifact {self.artifact_id} has no file {name[:80]!r}; it has {sorted(self._paths)}")
-        return self._paths[name]
+        if name not in self.paths:
+            raise ArtifactNotFound(f"artifact {self.artifact_id} has no file {name[:80]!r}; it has {sorted(self.paths)}")
+        return self.paths[name]
 
     def close(self) -> None:
         """Give the lease up. Idempotent."""
-        self._lease.close()
+        self._release()
 
     def __enter__(self) -> ArtifactHandle:
         return self
@@ -128,3 +130,16 @@ class ArtifactStore(Protocol):
         crashed writers and by earlier failed removals go as well.
         """
         ...
+
+
+def not_found(artifact_id: str) -> ArtifactNotFound:
+    return ArtifactNotFound(f"no artifact {artifact_id} in this store; compile it or point --store at the store that has it")
+
+
+def check_unused(artifact_id: str, infos: Iterable[ArtifactInfo]) -> None:
+    """InUse if `artifact_id` is open somewhere or is the model of a stored engine."""
+    for info in infos:
+        if info.artifact_id == artifact_id and info.in_use:
+            raise InUse(f"artifact {artifact_id} is open in a process; unload it first")
+        if info.model_id == artifact_id:
+            raise InUse(f"model {artifact_id} is needed by engine {info.artifact_id}; delete that first")
