@@ -1,0 +1,98 @@
+"""Scores of the two policies, and what a view shows them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from runtime_service.compaction.decision import keep_best
+from runtime_service.compaction.policies.knorm import KNorm
+from runtime_service.compaction.policies.sink_recent import SinkRecent
+from runtime_service.compaction.policy import KVView
+from runtime_service.compaction.registry import POLICIES, check_policy
+from runtime_service.core.params import CompactionParams
+from runtime_service.core.sequence import Sequence
+from runtime_service.kv.pool import K, KVPool
+from shared.errors import FieldOutOfRange
+from shared.ids import PageId, Position
+from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout
+from tests.support.serving import request
+
+FULL = LayerGroup(layers=(0, 2), kv_heads=2, head_dim=4, dtype=DType.FLOAT32)
+SLIDING = LayerGroup(layers=(1,), kv_heads=2, head_dim=4, dtype=DType.FLOAT32, window=4)
+SPEC = KVCacheSpec((FULL, SLIDING), Layout.PAGED, page_size=4, max_len=32)
+PAGES = [PageId(3), PageId(1), PageId(4)]
+
+
+def view(norms: np.ndarray, positions: list[int] | None = None) -> KVView:
+    """A sequence whose keys in layer l, head h have the norms `norms[l, h]`."""
+    length = norms.shape[-1]
+    pool = KVPool(SPEC, num_pages=6)
+    for ordinal in range(length):
+        for layer in range(3):
+            rows = pool.by_page(layer)[PAGES[ordinal // 4], K, :, ordinal % 4]
+            rows[:, ordinal % 3] = torch.tensor(norms[layer, :, ordinal])
+    sequence = Sequence(request([1] * length, 1), 0, 0)
+    sequence.hold(PAGES)
+    sequence.positions = [Position(p) for p in positions or range(length)]
+    sequence.computed = sequence.positions[-1] + 1
+    return KVView(sequence, pool)
+
+
+def test_a_view_shows_lengths_positions_and_full_layers() -> None:
+    seen = view(np.ones((3, 2, 5)), positions=[0, 1, 7, 8, 9])
+    assert (seen.length, seen.logical_length, list(seen.positions), seen.layers) == (5, 10, [0, 1, 7, 8, 9], (0, 2))
+    assert seen.keys(2).shape == (2, 5, 4)
+
+
+def test_sink_recent_keeps_the_newest_positions() -> None:
+    scores = SinkRecent().score(view(np.ones((3, 2, 5)), positions=[0, 1, 7, 8, 9]))
+    assert (scores.dtype, scores.tolist()) == (np.float32, [0, 1, 7, 8, 9])
+    assert keep_best(scores, budget=3, sinks=1).kept.tolist() == [0, 3, 4]
+
+
+def test_knorm_keeps_the_shortest_keys() -> None:
+    norms = np.broadcast_to(np.array([5.0, 1.0, 4.0, 2.0, 3.0, 6.0]), (3, 2, 6))
+    scores = KNorm().score(view(norms))
+    assert scores.dtype == np.float32
+    assert keep_best(scores, budget=3, sinks=0).kept.tolist() == [1, 3, 4]
+
+
+def test_no_head_outvotes_another_by_having_longer_keys() -> None:
+    """Three of four heads prefer ordinal 0; the fourth, a hundred times longer, prefers ordinal 2."""
+    norms = np.ones((3, 2, 3))
+    norms[[0, 0, 2], [0, 1, 0]] = [1.0, 2.0, 2.0]
+    norms[2, 1] = [200.0, 200.0, 100.0]
+    assert KNorm().score(view(norms)).argmax() == 0
+
+
+def test_sliding_layers_have_no_vote() -> None:
+    """Their old cells are stale."""
+    norms = np.ones((3, 2, 6))
+    reference = KNorm().score(view(norms))
+    norms[1] = np.linspace(1, 9, 6)
+    assert KNorm().score(view(norms)).tolist() == reference.tolist()
+
+
+def test_keys_of_nothing_but_zeros_have_a_score() -> None:
+    assert np.isfinite(KNorm().score(view(np.zeros((3, 2, 4))))).all()
+
+
+@pytest.mark.parametrize("name", ["snapkv", "", "sink_recent "])
+def test_an_unknown_policy_is_refused_with_the_known_ones(name: str) -> None:
+    if not name:
+        with pytest.raises(FieldOutOfRange):
+            CompactionParams(name, 8, 4)
+        return
+    with pytest.raises(FieldOutOfRange, match="knorm, sink_recent"):
+        check_policy(CompactionParams(name, 8, 4), SPEC)
+
+
+def test_a_policy_that_needs_keys_of_full_layers_is_refused_where_there_are_none() -> None:
+    sliding_only = KVCacheSpec((LayerGroup((0,), 2, 4, DType.FLOAT32, window=4),), Layout.PAGED, 4, 32)
+    with pytest.raises(FieldOutOfRange, match="Use sink_recent"):
+        check_policy(CompactionParams("knorm", 8, 4), sliding_only)
+    check_policy(CompactionParams("sink_recent", 8, 4), sliding_only)
+    for name in POLICIES:
+        check_policy(CompactionParams(name, 8, 4), SPEC)

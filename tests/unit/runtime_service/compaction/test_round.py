@@ -1,0 +1,241 @@
+"""A round on a real pool: bytes, mapping, ownership and evidence, all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from runtime_service.compaction.executor import RoundExecutor
+from runtime_service.compaction.plan import CompactionPlan
+from runtime_service.compaction.policy import KVView
+from runtime_service.compaction.registry import POLICIES
+from runtime_service.compaction.round import Compactor
+from runtime_service.core.evidence import CompactionEvidence
+from runtime_service.core.params import CompactionParams
+from runtime_service.core.sequence import Sequence as KVSequence
+from runtime_service.kv.allocator import PageAllocator
+from runtime_service.kv.page_table import PageTable
+from runtime_service.kv.pool import KVPool
+from shared.ids import Ordinal, PageId
+from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout
+from tests.support.serving import request
+
+FULL = LayerGroup(layers=(0, 2), kv_heads=2, head_dim=4, dtype=DType.FLOAT32)
+SLIDING = LayerGroup(layers=(1,), kv_heads=3, head_dim=2, dtype=DType.FLOAT32, window=3)
+SPECS = {
+    "paged": KVCacheSpec((FULL, SLIDING), Layout.PAGED, page_size=4, max_len=32),
+    "linear": KVCacheSpec((FULL, SLIDING), Layout.LINEAR, page_size=32, max_len=32),
+}
+COMPACTION = CompactionParams("chosen", budget=5, interval=6, sinks=0)
+both_layouts = pytest.mark.parametrize("layout", SPECS)
+
+
+class Chosen:
+    """Keeps the ordinals a test names."""
+
+    reads_keys = False
+
+    def __init__(self) -> None:
+        self.kept: list[int] = [0, 1, 5, 9, 10]
+
+    def score(self, view: KVView) -> np.ndarray:
+        return np.isin(np.arange(view.length), self.kept).astype(np.float32)
+
+
+class Memory:
+    """A pool whose every element is another number, and sequences on it."""
+
+    def __init__(self, layout: str, num_pages: int = 12) -> None:
+        self.spec = SPECS[layout]
+        self.pool = KVPool(self.spec, num_pages)
+        for layer, tensor in enumerate(self.pool.tensors):
+            tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) + 100_000 * (layer + 1))
+        self.allocator = PageAllocator(num_pages)
+        self.policy = Chosen()
+        self.compactor = Compactor(self.pool, self.allocator, {"chosen": self.policy, **POLICIES}, max_sequences=3)
+
+    def sequence(self, entries: int, *, pages: Sequence[PageId] | None = None) -> KVSequence:
+        made = KVSequence(request([1] * entries, 50, compaction=COMPACTION), 0, 0)
+        made.start()
+        made.hold(pages or self.allocator.try_allocate(self.spec.pages_for(entries)) or [])
+        made.advance(entries)
+        made.append(1)
+        return made
+
+    def rows(self, sequence: KVSequence, layer: int) -> list[list[float]]:
+        """K and V of every entry, in ordinal order."""
+        table, pages = PageTable(sequence.pages, self.spec.page_size), self.pool.by_page(layer)
+        cells = [table.locate(Ordinal(o)) for o in range(sequence.physical_len)]
+        return [pages[page, :, :, offset].flatten().tolist() for page, offset in cells]
+
+    def snapshot(self) -> list[torch.Tensor]:
+        return [self.pool.by_page(layer).clone() for layer in range(3)]
+
+
+@both_layouts
+def test_survivors_move_bytes_and_positions_and_nothing_else_changes(layout: str) -> None:
+    """BR-067, BR-050: keys are moved, never rotated again; another sequence's cells keep every byte."""
+    memory = Memory(layout)
+    other, sequence = memory.sequence(7), memory.sequence(11)
+    before = [memory.rows(sequence, layer) for layer in range(3)]
+    untouched = memory.snapshot()
+    kept = memory.policy.kept
+
+    assert memory.compactor.run([sequence])
+
+    assert (sequence.positions, sequence.physical_len, sequence.logical_len) == (kept, 5, 12)
+    for layer in (0, 2):
+        assert memory.rows(sequence, layer) == [before[layer][o] for o in kept]
+    assert memory.rows(sequence, 1)[2:] == before[1][8:]  # the newest three, where the full layers end
+    for layer, old in enumerate(untouched):
+        mine = torch.zeros(len(old), dtype=torch.bool)
+        mine[sequence.pages] = True
+        assert torch.equal(memory.pool.by_page(layer)[~mine], old[~mine])
+    assert other.pages not in sequence.pages
+
+
+@both_layouts
+def test_vacated_cells_of_the_last_page_are_zero(layout: str) -> None:
+    """Masked attention over NaN is NaN: what a round vacates must not lie in wait."""
+    memory = Memory(layout)
+    sequence = memory.sequence(11)
+    for tensor in memory.pool.tensors:
+        tensor[tensor % 7 == 3] = float("nan")
+    memory.compactor.run([sequence])
+    page, _ = PageTable(sequence.pages, memory.spec.page_size).locate(Ordinal(5))
+    for layer in range(3):
+        vacated = (
+            memory.pool.by_page(layer)[page, :, :, 5 : min(11, memory.spec.page_size)]
+            if layout == "linear"
+            else (memory.pool.by_page(layer)[page, :, :, 1:4])
+        )
+        assert not vacated.any()
+
+
+def test_a_prefix_that_survives_as_it_is_still_has_its_tail_scrubbed() -> None:
+    memory = Memory("linear")
+    memory.policy.kept = [0, 1, 2, 3, 4]
+    sequence = memory.sequence(11)
+    memory.compactor.run([sequence])
+    assert not memory.pool.by_page(0)[sequence.pages[0], :, :, 5:11].any()
+    assert memory.pool.by_page(0)[sequence.pages[0], :, :, :5].all()
+
+
+def test_tail_pages_come_back_and_serve_another_sequence_between_two_rounds() -> None:
+    memory = Memory("paged", num_pages=4)
+    sequence = memory.sequence(11)
+    assert memory.allocator.num_free == 0
+    memory.compactor.run([sequence])
+    assert (len(sequence.pages), memory.allocator.num_free) == (2, 1)
+    neighbour = memory.sequence(4)
+    theirs = [memory.rows(neighbour, layer) for layer in range(3)]
+    sequence.advance(1)
+    sequence.append(1)
+    sequence.advance(1)
+    before = memory.rows(sequence, 0)
+    memory.policy.kept = [0, 2, 3, 5, 6]
+    sequence.append(1)
+    memory.compactor.run([sequence])
+    assert memory.rows(sequence, 0) == [before[o] for o in memory.policy.kept]
+    assert sequence.positions == [0, 5, 9, 11, 12]
+    assert [memory.rows(neighbour, layer) for layer in range(3)] == theirs
+
+
+def test_a_cohort_moves_together_and_evidence_adds_up() -> None:
+    memory = Memory("paged")
+    cohort = [memory.sequence(11), memory.sequence(9)]
+    memory.policy.kept = [0, 1, 5, 7, 8]
+    before = [memory.rows(sequence, 2) for sequence in cohort]
+    ticks = iter([10.0, 14.0])
+    memory.compactor._clock = lambda: next(ticks)
+    memory.compactor.run(cohort)
+    for sequence, rows in zip(cohort, before, strict=True):
+        assert memory.rows(sequence, 2) == [rows[o] for o in memory.policy.kept]
+    full, sliding = 2 * 3, 3  # two layers move three survivors, one layer its window
+    bytes_moved = 2 * 3 * (2 * 2 * 4 * 4) + 3 * (2 * 3 * 2 * 4)
+    first = CompactionEvidence(1, 6, full + sliding, bytes_moved, 1, 2.0)
+    assert cohort[0].evidence == first
+    assert cohort[1].evidence == CompactionEvidence(1, 4, full + sliding, bytes_moved, 1, 2.0)
+    assert memory.compactor.evidence == first + cohort[1].evidence
+
+
+def test_a_replayed_round_keeps_what_it_kept_whatever_the_policy_says_now() -> None:
+    memory = Memory("paged")
+    sequence = memory.sequence(11)
+    memory.compactor.run([sequence])
+    once = sequence.evidence
+    memory.allocator.release(sequence.preempt())
+    sequence.start()
+    sequence.hold(memory.allocator.try_allocate(3) or [])
+    sequence.advance(11)
+    memory.policy.kept = [2, 3, 4, 6, 7]
+    memory.compactor.run([sequence])
+    assert sequence.positions == [0, 1, 5, 9, 10]
+    assert sequence.evidence == once
+    assert memory.compactor.evidence.rounds == 2
+
+
+def test_a_move_that_fails_leaves_every_mapping_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory("paged")
+    cohort = [memory.sequence(11), memory.sequence(9)]
+    shared = memory.allocator.share(cohort[0].pages)
+    before = [(list(s.pages), list(s.positions), s.rounds[:], memory.allocator.num_free) for s in cohort]
+
+    def fail(executor: RoundExecutor, plans: Sequence[CompactionPlan]) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(RoundExecutor, "execute", fail)
+    with pytest.raises(RuntimeError, match="device lost"):
+        memory.compactor.run(cohort)
+    assert [(s.pages, s.positions, s.rounds, memory.allocator.num_free) for s in cohort] == before
+    assert all(s.evidence == CompactionEvidence() for s in cohort)
+    memory.allocator.release(shared)
+    memory.allocator.check_integrity()
+
+
+def test_a_page_another_sequence_reads_is_copied_before_it_is_written() -> None:
+    """BR-037."""
+    memory = Memory("paged")
+    parent = memory.sequence(11)
+    fork = memory.sequence(11, pages=memory.allocator.share(parent.pages))
+    before = [memory.rows(parent, layer) for layer in range(3)]
+    free = memory.allocator.num_free
+
+    assert memory.compactor.run([fork])
+
+    assert [memory.rows(parent, layer) for layer in range(3)] == before
+    assert memory.rows(fork, 0) == [before[0][o] for o in memory.policy.kept]
+    assert not set(fork.pages) & set(parent.pages)
+    assert memory.allocator.num_free == free - 2
+    assert fork.evidence.pages_freed == 0  # the tail page is still the parent's
+    memory.allocator.release(fork.finish())
+    memory.allocator.release(parent.finish())
+    memory.allocator.check_integrity()
+    assert memory.allocator.num_used == 0
+
+
+def test_without_a_page_for_the_copy_the_round_does_not_begin() -> None:
+    """BR-038."""
+    memory = Memory("paged", num_pages=5)
+    parent = memory.sequence(11)
+    fork = memory.sequence(11, pages=memory.allocator.share(parent.pages))
+    before = memory.snapshot()
+    assert not memory.compactor.run([fork])
+    assert (fork.physical_len, fork.rounds, memory.allocator.num_free) == (11, [], 1)
+    assert all(torch.equal(memory.pool.by_page(layer), old) for layer, old in enumerate(before))
+
+
+def test_the_mover_sees_the_pages_of_this_round_and_none_of_an_earlier_one() -> None:
+    """BR-062: host and device tables agree, unmapped entries included."""
+    memory = Memory("paged")
+    long, short = memory.sequence(11), memory.sequence(9)
+    memory.compactor.run([long])
+    memory.policy.kept = [0, 1, 2, 3, 8]
+    memory.compactor.run([short])
+    table = memory.compactor._executor._block_table
+    assert table.shape == (3, 8)
+    assert table[0].tolist()[3:] == [-1] * 5
+    assert set(table[0].tolist()[:3]) >= set(short.pages)
