@@ -1,0 +1,188 @@
+"""The runtime as its process has it, on loopback, with the tiny engine in place of a compiled one.
+
+Artifacts are real ones in a real store; only the step from an artifact to an Engine is the test's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from tokenizers import Tokenizer, pre_tokenizers
+
+from runtime_service.__main__ import Runtime
+from runtime_service.config import RuntimeSettings
+from shared.artifacts.local import LocalStore
+from shared.artifacts.store import ArtifactHandle
+from shared.kv_spec import Layout
+from shared.manifest import SCHEMA_VERSION, FileEntry, ModelManifest, decode_engine_manifest, encode_manifest
+from shared.pb.quire.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from shared.pb.quire.v1 import inference_pb2 as pb
+from tests.support.tiny_engine import TinyEngine, tiny_tokenizer
+
+MODEL_ID, PAGED_ID, LINEAR_ID = "a" * 64, "b" * 64, "c" * 64
+NUM_PAGES = 65
+
+
+def spaced_tokenizer() -> Tokenizer:
+    """The tiny engine's words, so that a text prompt is words with spaces between them."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+class Gate:
+    """Stands before every engine step. Closed, it holds the serving loop; `steps` counts those that passed."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        self.fail_with: Exception | None = None
+        self.arrived = threading.Event()
+        self.steps = 0
+
+    def __call__(self, _: object) -> None:
+        self.arrived.set()
+        assert self._open.wait(60), "a test left the gate closed"
+        self.steps += 1
+        if self.fail_with is not None:
+            error, self.fail_with = self.fail_with, None
+            raise error
+
+    def close(self) -> None:
+        self.arrived.clear()
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+
+class TinyLoader:
+    """Turns any engine artifact of `publish_tiny` into a TinyEngine that answers to its manifest."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self.engines: list[TinyEngine] = []
+
+    def load(self, engine: ArtifactHandle, model: ArtifactHandle) -> TinyEngine:
+        manifest = decode_engine_manifest(engine.manifest_bytes)
+        tiny = TinyEngine(layout=manifest.cache.layout, page_size=manifest.cache.page_size, max_len=manifest.cache.max_len)
+        tiny.manifest = manifest
+        tiny.on_run = self._gate
+        self.engines.append(tiny)
+        model.close()
+        engine.close()
+        return tiny
+
+
+def publish_tiny(store: LocalStore) -> None:
+    """A model artifact with its tokenizer, a paged and a linear engine artifact."""
+    tokenizer = spaced_tokenizer().to_str().encode()
+    entry = FileEntry("tokenizer.json", hashlib.sha256(tokenizer).hexdigest(), len(tokenizer))
+    for artifact_id, layout in ((PAGED_ID, Layout.PAGED), (LINEAR_ID, Layout.LINEAR)):
+        manifest = TinyEngine(layout=layout).manifest
+        facts = dataclasses.replace(manifest.model, model_id=MODEL_ID)
+        with store.stage() as staged:
+            engine = dataclasses.replace(manifest, artifact_id=artifact_id, model=facts, backend="inductor")
+            store.publish(artifact_id, staged, encode_manifest(engine))
+    with store.stage() as staged:
+        (staged / entry.path).write_bytes(tokenizer)
+        store.publish(MODEL_ID, staged, encode_manifest(ModelManifest(SCHEMA_VERSION, MODEL_ID, "model", facts, (entry,))))
+
+
+@dataclasses.dataclass
+class Served:
+    """A running runtime and one channel to it."""
+
+    runtime: Runtime
+    gate: Gate
+    loader: TinyLoader
+    channel: grpc.aio.Channel
+
+    @property
+    def inference(self) -> inference_pb2_grpc.InferenceStub:
+        return inference_pb2_grpc.InferenceStub(self.channel)
+
+    @property
+    def control(self) -> control_pb2_grpc.ControlStub:
+        return control_pb2_grpc.ControlStub(self.channel)
+
+    async def load(self, artifact_id: str = PAGED_ID, **fields) -> control_pb2.Engine:
+        request = control_pb2.LoadEngineRequest(**({"artifact_id": artifact_id, "name": "tiny", "num_pages": NUM_PAGES} | fields))
+        return (await self.control.LoadEngine(request)).engine
+
+    async def events(self, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+        return [event async for event in self.inference.Generate(request)]
+
+    async def engine_load(self, name: str = "tiny") -> control_pb2.EngineLoad:
+        loads = (await self.control.GetLoad(control_pb2.GetLoadRequest())).engines
+        return next(load for load in loads if load.name == name)
+
+    async def until(self, condition: Callable[[control_pb2.EngineLoad], bool], name: str = "tiny") -> control_pb2.EngineLoad:
+        """The first reading that satisfies `condition`; the test's own timeout bounds the wait."""
+        while not condition(load := await self.engine_load(name)):
+            await asyncio.sleep(0.005)
+        return load
+
+    async def until_idle(self) -> None:
+        """Nothing alive and every page back."""
+        await self.until(lambda load: load.requests_running + load.requests_waiting == 0 and load.pages_free == load.pages_total)
+
+
+def generate(prompt, max_tokens=8, *, engine="tiny", request_id="", sampling=None, kv=None, **stopping) -> pb.GenerateRequest:
+    """Greedy through the end of text; a prompt is text or ids."""
+    source = {"text": prompt} if isinstance(prompt, str) else {"token_ids": pb.TokenIds(ids=prompt)}
+    return pb.GenerateRequest(
+        request_id=request_id,
+        engine=engine,
+        sampling=sampling or pb.Sampling(),
+        stopping=pb.Stopping(max_tokens=max_tokens, **({"ignore_eos": True} | stopping)),
+        kv=kv or pb.KVOptions(),
+        **source,
+    )
+
+
+def tokens_of(events, index=0) -> list[int]:
+    deltas = (event.delta for event in events if event.WhichOneof("event") == "delta")
+    return [token_id for delta in deltas if delta.index == index for token_id in delta.token_ids]
+
+
+def text_of(events, index=0) -> str:
+    deltas = (event.delta for event in events if event.WhichOneof("event") == "delta")
+    return "".join(delta.text for delta in deltas if delta.index == index)
+
+
+def finish_of(events, index=0) -> pb.Finished:
+    (finished,) = (event.finished for event in events if event.WhichOneof("event") == "finished" and event.finished.index == index)
+    return finished
+
+
+@contextlib.asynccontextmanager
+async def serve(data: Path, **settings) -> AsyncIterator[Served]:
+    gate = Gate()
+    loader = TinyLoader(gate)
+    store = LocalStore(data / "artifacts")
+    publish_tiny(store)
+    options = {"data": data, "address": "127.0.0.1:0", "drain_s": 0.0} | settings
+    try:
+        async with Runtime(RuntimeSettings(**options), store, loader) as runtime:
+            async with grpc.aio.insecure_channel(runtime.address) as channel:
+                yield Served(runtime, gate, loader, channel)
+            gate.open()
+    finally:
+        gate.open()
+
+
+@pytest.fixture
+async def served(tmp_path) -> AsyncIterator[Served]:
+    """A runtime with the paged tiny engine loaded as `tiny`."""
+    async with serve(tmp_path) as running:
+        await running.load()
+        yield running
