@@ -7,22 +7,24 @@ from collections.abc import Iterable, Sequence
 
 from runtime_service.core.params import CompactionParams, SamplingParams, StopParams
 from runtime_service.core.request import GenerationRequest
+from runtime_service.core.sequence import Sequence as KVSequence
 from runtime_service.loop import ServingLoop
 from runtime_service.streaming.events import Event, Failure, Finished, TokenDelta, Usage
 from runtime_service.streaming.stream import TokenStream
 from shared.ids import RequestId
-from tests.support.tiny_engine import TinyEngine, tiny_tokenizer
+from tests.support.tiny_engine import Round, TinyEngine, tiny_tokenizer
 
 _numbers = itertools.count()
 
 
 class RecordingStream(TokenStream):
-    """A stream whose events can be looked at. Whatever is put after its end is remembered too, as a fault."""
+    """A stream whose events can be looked at, with the sequences behind it. What is put after its end is remembered as a fault."""
 
     def __init__(self) -> None:
         super().__init__(capacity=1_000_000, stall_after_s=1e9)
         self.events: list[Event] = []
         self.after_end: list[Event] = []
+        self.sequences: list[KVSequence] = []
 
     def put(self, event: Event) -> bool:
         if not self.closed:
@@ -93,7 +95,20 @@ def submit(loop: ServingLoop, *requests: GenerationRequest) -> list[RecordingStr
     streams = [RecordingStream() for _ in requests]
     for wanted, stream in zip(requests, streams, strict=True):
         loop.submit(wanted, stream)
+        stream.sequences = [sample.sequence for sample in loop._alive[wanted.request_id].samples]
     return streams
+
+
+def rounds_of(sequence: KVSequence) -> list[Round]:
+    """The rounds a sequence went through, as the positions each kept."""
+    held: list[int] = []
+    rounds, computed = [], 0
+    for record in sequence.rounds:
+        held += range(computed, record.at)
+        computed = record.at
+        held = [position for ordinal, position in enumerate(held) if ordinal not in set(record.evicted)]
+        rounds.append(Round(computed, tuple(held)))
+    return rounds
 
 
 def run(loop: ServingLoop, most_turns: int = 10_000) -> int:

@@ -78,7 +78,7 @@ def tiny_tokenizer() -> Tokenizer:
     return Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
 
 
-def tiny_manifest(spec: KVCacheSpec, profiles: Iterable[str] = ("decode=8x1", "prefill=2x16")) -> EngineManifest:
+def tiny_manifest(spec: KVCacheSpec, profiles: Iterable[str], eos_ids: Iterable[int]) -> EngineManifest:
     return EngineManifest(
         schema_version=SCHEMA_VERSION,
         artifact_id="0" * 64,
@@ -92,7 +92,7 @@ def tiny_manifest(spec: KVCacheSpec, profiles: Iterable[str] = ("decode=8x1", "p
             num_heads=HEADS,
             max_position=MAX_POSITION,
             bos_token_id=None,
-            eos_token_ids=(EOS,),
+            eos_token_ids=tuple(eos_ids),
             weights_dtype="float64",
             weights_bytes=0,
         ),
@@ -121,9 +121,10 @@ class TinyEngine:
         page_size: int = 4,
         max_len: int = 64,
         profiles: Iterable[str] = ("decode=8x1", "prefill=2x16"),
+        eos_ids: Iterable[int] = (EOS,),
     ) -> None:
         self.model = model or TinyModel()
-        self.manifest = tiny_manifest(self.model.spec(layout, page_size, max_len), profiles)
+        self.manifest = tiny_manifest(self.model.spec(layout, page_size, max_len), profiles, eos_ids)
         self.on_run: Callable[[EngineInputs], None] | None = None
         self.closed = False
         self._weights = {name: torch.from_numpy(value) for name, value in self.model.weights.items()}
