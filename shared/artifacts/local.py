@@ -127,6 +127,15 @@ class LocalStore:
                 self._hide(directory)
             self._empty_trash()
 
+    def discard(self, artifact_id: str) -> None:
+        """Remove what is there, even if it is open or needed: for a store that is only a cache of another."""
+        directory = self._directory(artifact_id)
+        with self._disk():
+            with self._locked():
+                if directory.exists():
+                    self._hide(directory)
+            self._empty_trash()
+
     def gc(self, *, max_bytes: int | None = None, max_age_s: float | None = None) -> GCReport:
         with self._disk():
             before = tree_bytes(self._root)

@@ -1,0 +1,285 @@
+"""The artifact store in an S3-compatible bucket, shared by any number of hosts; a local store serves as each host's cache.
+
+    <id>/files/<sha256>     content, named by its digest: writers of different bytes never meet
+    <id>/manifest.json      put last and only if absent: makes the artifact visible
+    <id>/manifest.sig
+    <id>/used               Unix time of the latest open
+    <id>/leases/<name>      one object a handle: Unix time at which it lapses unless renewed
+
+Opening copies the files into the cache and verifies the copy; a cached artifact is verified again and compared with the bucket's
+manifest. The bucket must support conditional puts (`If-None-Match`, `If-Match`), as S3 does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import structlog
+
+from shared.artifacts.bucket import Bucket, Item
+from shared.artifacts.collection import choose_removals
+from shared.artifacts.files import check_files
+from shared.artifacts.lease import LEASE_TTL_S, Lease
+from shared.artifacts.local import STALE_STAGING_S, LocalStore
+from shared.artifacts.record import MANIFEST_NAME, SIGNATURE_NAME, ManifestHead, read_head, seal, unseal
+from shared.artifacts.store import UNREADABLE, ArtifactHandle, ArtifactInfo, GCReport, ManifestVerifier, check_unused, not_found
+from shared.errors import ArtifactCorrupt, ArtifactNotFound, StoreUnavailable
+from shared.ids import ArtifactId, check_artifact_id, new_id
+from shared.manifest import FileEntry
+
+CACHE_BYTES = 64 << 30
+"""What a host keeps of the bucket at most, beside what it has open."""
+_ID = re.compile(r"[0-9a-f]{64}")
+
+_log = structlog.get_logger(__name__)
+
+
+class ObjectStore:
+    """ArtifactStore in `bucket`. `cache` is this host's, without a verifier of its own; `verifier` as in LocalStore."""
+
+    def __init__(
+        self, bucket: Bucket, cache: LocalStore, *, verifier: ManifestVerifier | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._bucket, self._cache, self._verifier, self._clock = bucket, cache, verifier, clock
+
+    def stage(self) -> AbstractContextManager[Path]:
+        return self._cache.stage()
+
+    def publish(self, artifact_id: str, staged: Path, manifest: bytes) -> bool:
+        path = _manifest_path(artifact_id)
+        head = read_head(manifest, artifact_id=artifact_id)
+        check_files(staged, head.files)
+        tag = self._bucket.tag(path)
+        if tag is not None and not self._is_damaged(artifact_id):
+            return False
+        for entry in head.files:
+            self._bucket.put(_content_path(head, entry), staged / entry.path)
+        # A writer that loses here leaves content nobody names; a later collection removes it.
+        return self._bucket.create(path, seal(manifest)) if tag is None else self._bucket.replace(path, seal(manifest), tag)
+
+    def open(self, artifact_id: str) -> ArtifactHandle:
+        check_artifact_id(artifact_id)
+        lease = self._lease(artifact_id)
+        try:
+            manifest, head = self._trusted_manifest(artifact_id)
+            cached = self._cached(manifest, head)
+            self._put_time(f"{artifact_id}/used", self._clock())
+        except BaseException:
+            lease.close()
+            raise
+
+        def release() -> None:
+            cached.close()
+            lease.close()
+
+        return ArtifactHandle(head.artifact_id, manifest, cached.paths, release)
+
+    def verify(self, artifact_id: str) -> None:
+        self._check_files(self._trusted_manifest(artifact_id)[1])
+
+    def manifest(self, artifact_id: str) -> bytes:
+        return self._read_manifest(artifact_id)[0]
+
+    def contains(self, artifact_id: str) -> bool:
+        return self._bucket.tag(_manifest_path(artifact_id)) is not None
+
+    def list(self, kind: str | None = None) -> tuple[ArtifactInfo, ...]:
+        infos = [info for artifact_id, items in self._items().items() if (info := self._info(artifact_id, items))]
+        infos.sort(key=lambda info: (info.published_s, info.artifact_id))
+        return tuple(info for info in infos if kind is None or info.kind == kind)
+
+    def add_signature(self, artifact_id: str, signature: bytes) -> None:
+        self.manifest(artifact_id)
+        self._bucket.put(f"{artifact_id}/{SIGNATURE_NAME}", signature)
+
+    def delete(self, artifact_id: str) -> None:
+        checked = check_artifact_id(artifact_id)
+        if not self.contains(checked):
+            raise not_found(checked)
+        check_unused(checked, self.list())
+        self._remove(checked, self._items(checked).get(checked, ()))
+
+    def gc(self, *, max_bytes: int | None = None, max_age_s: float | None = None) -> GCReport:
+        chosen = choose_removals(self.list(), now_s=self._clock(), max_bytes=max_bytes, max_age_s=max_age_s)
+        freed, left = 0, 0
+        failed: set[ArtifactId] = set()
+        for artifact_id, items in self._items().items():
+            doomed = items if artifact_id in chosen else self._garbage(artifact_id, items)
+            doomed_bytes, all_bytes = sum(item.size for item in doomed), sum(item.size for item in items)
+            try:
+                self._remove(artifact_id, doomed)
+                freed, left = freed + doomed_bytes, left + all_bytes - doomed_bytes
+            except StoreUnavailable as error:
+                failed.add(artifact_id)
+                left += all_bytes
+                _log.warning("artifact not removed; the next collection tries again", artifact_id=artifact_id, error=error.message)
+        removed = tuple(artifact_id for artifact_id in chosen if artifact_id not in failed)
+        return GCReport(removed=removed, failed=tuple(sorted(failed)), freed_bytes=freed, left_bytes=left)
+
+    # Reading
+
+    def _read_manifest(self, artifact_id: str) -> tuple[bytes, ManifestHead]:
+        sealed = self._bucket.get(_manifest_path(artifact_id))
+        if sealed is None:
+            raise not_found(artifact_id)
+        manifest = unseal(sealed)
+        return manifest, read_head(manifest, artifact_id=artifact_id)
+
+    def _trusted_manifest(self, artifact_id: str) -> tuple[bytes, ManifestHead]:
+        manifest, head = self._read_manifest(artifact_id)
+        if self._verifier is not None:
+            self._verifier(manifest, self._bucket.get(f"{artifact_id}/{SIGNATURE_NAME}"))
+        return manifest, head
+
+    def _content(self, head: ManifestHead, entry: FileEntry) -> Iterator[bytes]:
+        chunks = self._bucket.stream(_content_path(head, entry))
+        if chunks is None:
+            if not self.contains(head.artifact_id):  # deleted meanwhile
+                raise not_found(head.artifact_id)
+            raise ArtifactCorrupt(
+                f"file {entry.path} of artifact {head.artifact_id} is missing from the bucket; compile again",
+                details={"file": entry.path, "expected": f"{entry.size} bytes", "got": "no such file"},
+            )
+        return chunks
+
+    def _check_files(self, head: ManifestHead) -> None:
+        for entry in head.files:
+            digest = hashlib.sha256()
+            for chunk in self._content(head, entry):
+                digest.update(chunk)
+            if digest.hexdigest() != entry.sha256:
+                raise ArtifactCorrupt(
+                    f"file {entry.path}: expected sha256 {entry.sha256}, got {digest.hexdigest()}; compile again",
+                    details={"file": entry.path, "expected": entry.sha256, "got": digest.hexdigest()},
+                )
+
+    def _is_damaged(self, artifact_id: str) -> bool:
+        try:
+            self._check_files(self._read_manifest(artifact_id)[1])
+        except ArtifactCorrupt as error:
+            _log.warning("a damaged artifact is replaced by the one being published", artifact_id=artifact_id, error=error.message)
+            return True
+        return False
+
+    def _cached(self, manifest: bytes, head: ManifestHead) -> ArtifactHandle:
+        """A verified local copy of exactly this manifest; a damaged copy, or one of another manifest, is made anew."""
+        try:
+            if self._cache.manifest(head.artifact_id) == manifest:
+                return self._cache.open(head.artifact_id)
+        except (ArtifactNotFound, ArtifactCorrupt) as error:
+            _log.info("artifact fetched", artifact_id=head.artifact_id, cause=error.reason)
+        self._cache.discard(head.artifact_id)
+        with self._cache.stage() as staged:
+            for entry in head.files:
+                self._download(head, entry, staged / entry.path)
+            self._cache.publish(head.artifact_id, staged, manifest)
+        handle = self._cache.open(head.artifact_id)
+        self._cache.gc(max_bytes=CACHE_BYTES)
+        return handle
+
+    def _download(self, head: ManifestHead, entry: FileEntry, target: Path) -> None:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("wb") as file:
+                for chunk in self._content(head, entry):
+                    file.write(chunk)
+        except OSError as error:
+            raise StoreUnavailable(f"the artifact cache failed: {error}") from error
+
+    # Listing and removing
+
+    def _items(self, prefix: str | None = None) -> Mapping[ArtifactId, Sequence[Item]]:
+        """Every object, by artifact. What does not look like an artifact's is not ours."""
+        found: dict[ArtifactId, list[Item]] = defaultdict(list)
+        for item in self._bucket.items(prefix):
+            name = item.path.partition("/")[0]
+            if _ID.fullmatch(name):
+                found[ArtifactId(name)].append(item)
+        return found
+
+    def _info(self, artifact_id: ArtifactId, items: Sequence[Item]) -> ArtifactInfo | None:
+        """None for what is not published, or not any more."""
+        published_s = next((item.modified_s for item in items if item.path == _manifest_path(artifact_id)), None)
+        if published_s is None:
+            return None
+        try:
+            head = self._read_manifest(artifact_id)[1]
+            kind, model_id = head.kind, head.model_id
+        except ArtifactNotFound:
+            return None
+        except ArtifactCorrupt:
+            kind, model_id = UNREADABLE, None
+        return ArtifactInfo(
+            artifact_id=artifact_id,
+            kind=kind,
+            model_id=model_id,
+            size_bytes=sum(item.size for item in items),
+            published_s=published_s,
+            last_used_s=max(published_s, self._get_time(f"{artifact_id}/used")),
+            in_use=any(_is_lease(item) and self._get_time(item.path) >= self._clock() for item in items),
+        )
+
+    def _garbage(self, artifact_id: ArtifactId, items: Sequence[Item]) -> Sequence[Item]:
+        """Lapsed leases, and what belongs to no manifest and was not written lately."""
+        try:
+            head = self._read_manifest(artifact_id)[1]
+            named = {_content_path(head, entry) for entry in head.files}
+            named |= {f"{artifact_id}/{name}" for name in (MANIFEST_NAME, SIGNATURE_NAME, "used")}
+        except ArtifactNotFound:
+            named = set()
+        except ArtifactCorrupt:
+            return ()  # it may name anything; delete() removes it whole
+        stale_s = self._clock() - STALE_STAGING_S
+
+        def is_garbage(item: Item) -> bool:
+            if _is_lease(item):
+                return self._get_time(item.path) < self._clock()
+            return item.path not in named and item.modified_s < stale_s
+
+        return tuple(item for item in items if is_garbage(item))
+
+    def _remove(self, artifact_id: ArtifactId, items: Sequence[Item]) -> None:
+        """The manifest first: from then on nobody begins to read the rest."""
+        manifest = _manifest_path(artifact_id)
+        paths = [item.path for item in items]
+        self._bucket.delete([path for path in paths if path == manifest])
+        self._bucket.delete([path for path in paths if path != manifest])
+
+    # Leases
+
+    def _lease(self, artifact_id: str) -> Lease:
+        path = f"{artifact_id}/leases/{new_id()}"
+
+        def renew() -> None:
+            self._put_time(path, self._clock() + LEASE_TTL_S)
+
+        renew()
+        return Lease(renew, lambda: self._bucket.delete([path]))
+
+    def _put_time(self, path: str, seconds: float) -> None:
+        self._bucket.put(path, repr(seconds).encode())
+
+    def _get_time(self, path: str) -> float:
+        """0.0 where there is none."""
+        try:
+            return float(self._bucket.get(path) or b"0")
+        except ValueError:
+            return 0.0
+
+
+def _manifest_path(artifact_id: str) -> str:
+    return f"{check_artifact_id(artifact_id)}/{MANIFEST_NAME}"
+
+
+def _content_path(head: ManifestHead, entry: FileEntry) -> str:
+    return f"{head.artifact_id}/files/{entry.sha256}"
+
+
+def _is_lease(item: Item) -> bool:
+    return "/leases/" in item.path
