@@ -20,6 +20,8 @@ class CompilerSettings(ServiceSettings):
     address: str = "127.0.0.1:50061"
     model_roots: Annotated[tuple[Path, ...], NoDecode] = Field(default_factory=lambda: (Path.home(), Path.cwd()), min_length=1)
     """Sources are read from these directories alone; a list as in PATH. Default: the user's home and the working directory."""
+    drain_s: float = Field(default=5.0, ge=0)
+    """Longest time running calls get after SIGTERM. Builds get none: their jobs go back to the queue."""
     build_slots: int = Field(default=1, ge=1, le=64)
     """Builds that run at the same time. One keeps about two cores busy."""
     max_explains: int = Field(default=1, ge=1, le=64)

@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from compiler_service.backends.inductor.build import build_engine
+from compiler_service.backends.inductor.probe import verify_engine
 from compiler_service.backends.inductor.target import build_toolchain, host_target
 from compiler_service.export.geometry import cache_spec
 from compiler_service.export.program import DecoderProgram, export_decoder
@@ -82,6 +83,8 @@ def build(spec: CompileSpec, workspace: Workspace, progress: Progress, before_pu
         with store.stage() as directory:
             progress(Stage.BUILD, 0.0, f"inductor, {len(program.cache.groups)} cache groups, {' '.join(target.features)}")
             built = build_engine(program, target, directory)
+            progress(Stage.VERIFY, 0.0, "probe the engine, compare it with the exported program")
+            verify_engine(built, exported, model.weights)
             manifest = engine_manifest(key, model, program, built, certify(report.certificates, built.aliases))
             before_publish()
             progress(Stage.PUBLISH, 0.0, key.artifact_id)

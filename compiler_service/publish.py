@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 
@@ -15,10 +14,11 @@ from compiler_service.ingest.component import file_entry
 from compiler_service.ingest.model import CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE, IngestedModel
 from shared.artifacts.key import ArtifactKey
 from shared.bindings import AliasedBinding, pool_name
+from shared.code_digest import code_digest
 from shared.errors import BuildFailed
 from shared.manifest import SCHEMA_VERSION, EngineManifest, Target, WriteCertificate
 
-_PACKAGES_OF_THE_BUILD = ("compiler_service/backends", "shared/inductor", "shared/kernels/attention")
+_BUILDER = ("compiler_service/backends",)
 """Our own code that decides what a build makes of a program. What makes the program shows in its graph."""
 
 
@@ -38,7 +38,7 @@ def engine_key(model: IngestedModel, program: DecoderProgram, target: Target, to
             "backend": BACKEND,
             "target": asdict(target),
             "toolchain": toolchain,
-            "builder": source_digest(_PACKAGES_OF_THE_BUILD),
+            "builder": code_digest(_BUILDER),
         }
     )
 
@@ -81,15 +81,6 @@ def _value_text(value: object) -> str:
 def _tensor_digest(value: torch.Tensor) -> str:
     data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return hashlib.sha256(f"{value.dtype} {tuple(value.shape)}".encode() + data.tobytes()).hexdigest()
-
-
-def source_digest(folders: Sequence[str]) -> str:
-    """sha256 over names and contents of our own source files under `folders` (relative to the repository root)."""
-    root = Path(__file__).resolve().parent.parent
-    total = hashlib.sha256()
-    for path in sorted(path for folder in folders for path in (root / folder).rglob("*") if path.suffix in (".py", ".cpp", ".h")):
-        total.update(f"{path.relative_to(root)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
-    return total.hexdigest()
 
 
 def certify(certificates: Sequence[WriteCertificate], aliases: Sequence[AliasedBinding]) -> tuple[WriteCertificate, ...]:

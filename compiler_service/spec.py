@@ -63,6 +63,7 @@ class CompileSpec:
         for target in self.targets:
             _require(bool(_TARGET.fullmatch(target)), "targets", "cpu or smNN", target)
         if self.backend == "inductor":
+            _require(not self.allow_copying, "allow_copying", "false for the inductor backend, which has no copying fallback", True)
             _require(self.targets == ("cpu",), "targets", "cpu alone for the inductor backend", ",".join(self.targets))
 
     @property

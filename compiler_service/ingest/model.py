@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from compiler_service.ingest.families import BY_ARCHITECTURE
-from compiler_service.ingest.shapes import EMBEDDING, HEAD
 from shared.manifest import ModelFacts, ModelManifest
 
 WEIGHTS_FILE, TOKENIZER_FILE, CONFIG_FILE = "weights.safetensors", "tokenizer.json", "config.json"
@@ -37,26 +33,6 @@ class IngestedModel:
     def name(self) -> str:
         return self.facts.name
 
-    @property
-    def architecture(self) -> str:
-        return self.facts.architecture
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.facts.weights_dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-
     def file_sha256(self, name: str) -> str:
         """Digest of one of the component's files."""
         return next(entry.sha256 for entry in self.manifest.files if entry.path == name)
-
-
-def load_decoder(model: IngestedModel) -> PreTrainedModel:
-    """The `transformers` module in eval mode with the component's weights mapped into memory, not copied."""
-    weights = load_file(model.weights)
-    if model.config.tie_word_embeddings:
-        weights[HEAD] = weights[EMBEDDING]
-    model_class = BY_ARCHITECTURE[model.architecture].model_class
-    decoder = model_class.from_pretrained(None, config=model.config, state_dict=weights, dtype=model.dtype)
-    return decoder.eval().requires_grad_(False)

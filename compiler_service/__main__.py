@@ -1,0 +1,101 @@
+"""`python -m compiler_service`: puts the compiler together and serves until SIGTERM or SIGINT.
+
+Prints one JSON line with the address once it serves. On a signal: readiness off, running builds are ended and their jobs given
+back to the queue, which a later start or another service takes up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+
+from pydantic import ValidationError
+
+from compiler_service.config import CompilerSettings
+from compiler_service.service.explain import Explainer
+from compiler_service.service.flight import builder_digest
+from compiler_service.service.servicer import CompilerServicer
+from compiler_service.worker.build_process import Launcher
+from compiler_service.worker.worker import BuildPaths, Worker
+from shared.artifacts.local import LocalStore
+from shared.errors import QuireError
+from shared.jobs.queue import JobQueue, reclaim_forever
+from shared.jobs.sqlite import SQLiteQueue
+from shared.pb.quire.v1 import compiler_pb2_grpc
+from shared.rpc.server import Server, stop_signals
+from shared.telemetry.log import configure_logging
+
+SERVICES = ("quire.v1.Compiler",)
+
+
+class Compiler:
+    """Queue, workers and the gRPC server in front of them. `async with` starts and ends all; `address` is where it serves."""
+
+    def __init__(self, settings: CompilerSettings, queue: JobQueue, launcher: Launcher | None = None) -> None:
+        self._settings, self._queue = settings, queue
+        store = LocalStore(settings.artifacts_directory)
+        launcher = launcher or Launcher(settings.build_directory)
+        roots = tuple(root.expanduser().resolve() for root in settings.model_roots)
+        paths = BuildPaths(str(settings.artifacts_directory), str(settings.digest_cache_file), tuple(map(str, roots)))
+        owner = f"{socket.gethostname()}-{os.getpid()}"
+        self.workers = [Worker(queue, f"{owner}-{slot}", launcher, paths) for slot in range(settings.build_slots)]
+        self.server = Server(settings.server_options, SERVICES, settings.interceptors)
+        explainer = Explainer(launcher, paths, settings.max_explains, settings.explain_timeout_s)
+        servicer = CompilerServicer(queue, store, explainer, roots, builder_digest())
+        compiler_pb2_grpc.add_CompilerServicer_to_server(servicer, self.server.grpc)
+        self.address = ""
+
+    async def __aenter__(self) -> Compiler:
+        self.address = await self.server.start()
+        self._tasks = [asyncio.create_task(worker.run()) for worker in self.workers]
+        self._tasks.append(asyncio.create_task(reclaim_forever(self._queue, self._settings.reclaim_every_s)))
+        await self.server.set_ready(True)
+        return self
+
+    async def failure(self) -> None:
+        """Raises when a worker or the house-keeping ends by a bug; a service without them must not look alive."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.server.begin_shutdown()
+        for worker in self.workers:
+            worker.stop()
+        *builds, reclaiming = self._tasks
+        reclaiming.cancel()
+        await asyncio.gather(*builds, return_exceptions=True)
+        await self.server.stop(self._settings.drain_s)
+        await self._queue.close()
+
+
+async def serve(settings: CompilerSettings) -> None:
+    settings.data_directory.mkdir(parents=True, exist_ok=True)
+    queue = SQLiteQueue(settings.queue_file)
+    async with stop_signals() as stopped, Compiler(settings, queue) as compiler:
+        sys.stdout.write(json.dumps({"address": compiler.address}) + "\n")
+        sys.stdout.flush()
+        ends = [asyncio.create_task(stopped.wait()), asyncio.create_task(compiler.failure())]
+        done, pending = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        for task in done:
+            task.result()
+
+
+def main() -> None:
+    try:
+        settings = CompilerSettings()
+        configure_logging("compiler", settings.log_level)
+        asyncio.run(serve(settings))
+    except (ValidationError, ValueError) as error:
+        sys.exit(f"bad settings: {error}")
+    except QuireError as error:
+        sys.exit(error.message)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The artifact store as the wire shows it. Blocking: the servicer calls it off the event loop."""
+
+from __future__ import annotations
+
+from compiler_service.service import convert
+from shared.artifacts.record import read_head
+from shared.artifacts.store import UNREADABLE, ArtifactInfo, ArtifactStore
+from shared.compatibility import compare
+from shared.errors import ArtifactNotFound, FieldOutOfRange
+from shared.ids import check_artifact_id
+from shared.manifest import decode_engine_manifest, decode_model_manifest
+from shared.pb.quire.v1 import compiler_pb2
+
+KINDS = ("engine", "model")
+DEFAULT_PAGE, MAX_PAGE = 50, 500
+
+
+def get(store: ArtifactStore, artifact_id: str) -> compiler_pb2.Artifact:
+    check_artifact_id(artifact_id)
+    for info in store.list():
+        if info.artifact_id == artifact_id:
+            return _message(store, info)
+    raise ArtifactNotFound(f"no artifact {artifact_id} in this store")
+
+
+def page(store: ArtifactStore, request: compiler_pb2.ListArtifactsRequest) -> compiler_pb2.ListArtifactsResponse:
+    """Newest first; the page token is the id of the last artifact seen."""
+    if request.kind and request.kind not in KINDS:
+        raise FieldOutOfRange(f"kind must be {' or '.join(KINDS)}, or empty; got {request.kind[:40]!r}", field="kind")
+    size = request.page_size or DEFAULT_PAGE
+    if size > MAX_PAGE:
+        raise FieldOutOfRange(f"page_size must be at most {MAX_PAGE}; got {size}", field="page_size")
+    found = list(reversed(store.list(request.kind or None)))
+    start = 0
+    if request.page_token:
+        ids = [info.artifact_id for info in found]
+        if request.page_token not in ids:
+            raise FieldOutOfRange("page_token: that artifact is gone or not of this listing; start over", field="page_token")
+        start = ids.index(check_artifact_id(request.page_token, field="page_token")) + 1
+    shown = found[start : start + size]
+    more = start + size < len(found)
+    return compiler_pb2.ListArtifactsResponse(
+        artifacts=[_message(store, info) for info in shown], next_page_token=shown[-1].artifact_id if more else ""
+    )
+
+
+def _message(store: ArtifactStore, info: ArtifactInfo) -> compiler_pb2.Artifact:
+    if info.kind == UNREADABLE:
+        return convert.unreadable_message(info)
+    manifest = store.manifest(info.artifact_id)
+    if info.kind == "model":
+        return convert.model_message(info, decode_model_manifest(manifest), manifest)
+    return convert.engine_message(info, decode_engine_manifest(manifest), manifest)
+
+
+def verify(store: ArtifactStore, artifact_id: str) -> compiler_pb2.VerifyArtifactResponse:
+    """ArtifactCorrupt where a byte differs."""
+    store.verify(check_artifact_id(artifact_id))
+    head = read_head(store.manifest(artifact_id), artifact_id=artifact_id)
+    return compiler_pb2.VerifyArtifactResponse(files_checked=len(head.files), bytes_checked=head.size_bytes)
+
+
+def compatibility(store: ArtifactStore, request: compiler_pb2.CheckCompatibilityRequest) -> compiler_pb2.CheckCompatibilityResponse:
+    device = convert.device_from(request.device)
+    manifest = store.manifest(check_artifact_id(request.artifact_id))
+    if (kind := read_head(manifest, artifact_id=request.artifact_id).kind) != "engine":
+        raise FieldOutOfRange(f"artifact_id must name an engine; {request.artifact_id} is a {kind}", field="artifact_id")
+    return convert.compatibility_message(compare(decode_engine_manifest(manifest), device))

@@ -1,0 +1,262 @@
+"""Wire messages <-> the compiler's own values. No decisions but the wire's defaults."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from compiler_service.spec import CompileSpec, decode_spec, profile_set
+from shared.artifacts.store import ArtifactInfo
+from shared.compatibility import Compatibility, Device, Level
+from shared.errors import FieldOutOfRange
+from shared.jobs.job import Job, JobError, JobEvent, JobLimits, JobState
+from shared.kv_spec import Layout
+from shared.manifest import EngineManifest, FileEntry, ModelManifest, WriteCertificate
+from shared.pb.quire.v1 import common_pb2, compiler_pb2
+from shared.profiles import OptimizationProfile, Range
+from shared.rpc.status import code_of, error_class
+
+DEFAULT_PAGE_SIZE = 16
+_PROFILE_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_Word = TypeVar("_Word")
+
+_BACKENDS = {
+    "inductor": common_pb2.BACKEND_INDUCTOR,
+    "tensorrt_rtx": common_pb2.BACKEND_TENSORRT_RTX,
+    "tensorrt": common_pb2.BACKEND_TENSORRT,
+}
+_LAYOUTS = {Layout.PAGED: common_pb2.KV_LAYOUT_PAGED, Layout.LINEAR: common_pb2.KV_LAYOUT_LINEAR}
+_DTYPES = {
+    "float32": common_pb2.ELEMENT_TYPE_FLOAT32,
+    "bfloat16": common_pb2.ELEMENT_TYPE_BFLOAT16,
+    "float16": common_pb2.ELEMENT_TYPE_FLOAT16,
+}
+_LEVELS = {
+    Level.OPTIMAL: compiler_pb2.COMPATIBILITY_OPTIMAL,
+    Level.PREFER_RECOMPILE: compiler_pb2.COMPATIBILITY_PREFER_RECOMPILE,
+    Level.UNSUPPORTED: compiler_pb2.COMPATIBILITY_UNSUPPORTED,
+}
+
+
+def spec_from(message: compiler_pb2.CompileSpec) -> CompileSpec:
+    """FieldOutOfRange names the field. `page_size` 0 and empty `targets` mean the layout's own size and this host."""
+    layout = _word(_LAYOUTS, message.layout, "spec.layout")
+    default_page = message.max_len if layout is Layout.LINEAR else DEFAULT_PAGE_SIZE
+    return CompileSpec(
+        source=message.source,
+        backend=_word(_BACKENDS, message.backend, "spec.backend"),
+        layout=layout,
+        dtype=_word(_DTYPES, message.dtype, "spec.dtype"),
+        max_len=message.max_len,
+        page_size=message.page_size or default_page,
+        profiles=profile_set(tuple(_profile_from(profile) for profile in message.profiles)),
+        targets=tuple(message.targets) or ("cpu",),
+        allow_copying=message.allow_copying,
+    )
+
+
+def _word(words: dict[_Word, Any], value: int, field: str) -> _Word:
+    for word, known in words.items():
+        if known == value:
+            return word
+    raise FieldOutOfRange(f"{field} must be one of {', '.join(map(str, words))}; got the number {value}", field=field)
+
+
+def _profile_from(message: common_pb2.OptimizationProfile) -> OptimizationProfile:
+    if not _PROFILE_NAME.fullmatch(message.name):
+        raise FieldOutOfRange(
+            f"spec.profiles: a name is a lower-case letter, then letters, digits and _; got {message.name[:40]!r}",
+            field="spec.profiles",
+        )
+    where = f"spec.profiles.{message.name}"
+    return OptimizationProfile(
+        message.name, _range_from(message.batch, f"{where}.batch"), _range_from(message.query_len, f"{where}.query_len")
+    )
+
+
+def _range_from(message: common_pb2.SizeRange, field: str) -> Range:
+    """Without an optimum the middle of the range is the one. A minimum or a maximum of 0 is refused, not guessed."""
+    try:
+        return Range(message.min, message.opt or (message.min + message.max) // 2, message.max)
+    except ValueError as error:
+        raise FieldOutOfRange(f"{field}: {error}", field=field) from error
+
+
+def spec_message(spec: CompileSpec) -> compiler_pb2.CompileSpec:
+    return compiler_pb2.CompileSpec(
+        source=spec.source,
+        backend=_BACKENDS[spec.backend],
+        layout=_LAYOUTS[spec.layout],
+        dtype=_DTYPES[spec.dtype],
+        max_len=spec.max_len,
+        page_size=spec.page_size,
+        profiles=[profile_message(profile) for profile in spec.profiles.profiles],
+        targets=spec.targets,
+        allow_copying=spec.allow_copying,
+    )
+
+
+def profile_message(profile: OptimizationProfile) -> common_pb2.OptimizationProfile:
+    def sizes(range_: Range) -> common_pb2.SizeRange:
+        return common_pb2.SizeRange(min=range_.min, opt=range_.opt, max=range_.max)
+
+    return common_pb2.OptimizationProfile(name=profile.name, batch=sizes(profile.batch), query_len=sizes(profile.query_len))
+
+
+def limits_from(message: compiler_pb2.JobLimits) -> JobLimits:
+    """A limit of 0 is one not given: its default holds."""
+    return JobLimits(**{descriptor.name: value for descriptor, value in message.ListFields()})
+
+
+def job_message(job: Job) -> compiler_pb2.CompileJob:
+    return compiler_pb2.CompileJob(
+        job_id=job.job_id,
+        request_id=job.request_id,
+        spec=spec_message(decode_spec(job.spec)),
+        limits=compiler_pb2.JobLimits(
+            max_runtime_s=job.limits.max_runtime_s,
+            max_pending_s=job.limits.max_pending_s,
+            max_host_bytes=job.limits.max_host_bytes,
+            max_attempts=job.limits.max_attempts,
+        ),
+        state=state_value(job.state),
+        stage=stage_value(job.stage),
+        attempt=job.attempt,
+        artifact_id=job.artifact_id,
+        reused=job.reused,
+        error=None if job.error is None else error_message(job.error),
+        created_at=timestamp(job.created_s),
+        started_at=timestamp(job.started_s),
+        finished_at=timestamp(job.finished_s),
+    )
+
+
+def event_message(event: JobEvent, ended: Job | None) -> compiler_pb2.JobEvent:
+    """`ended` is the job, for its terminal event."""
+    message = compiler_pb2.JobEvent(
+        sequence=event.sequence,
+        state=state_value(event.state),
+        stage=stage_value(event.stage),
+        fraction=event.fraction,
+        message=event.message,
+        time=timestamp(event.time_s),
+        rss_bytes=event.rss_bytes,
+        attempt=event.attempt,
+    )
+    if ended is not None:
+        message.artifact_id, message.reused = ended.artifact_id, ended.reused
+        if ended.error is not None:
+            message.error.CopyFrom(error_message(ended.error))
+    return message
+
+
+def error_message(error: JobError) -> common_pb2.Error:
+    return common_pb2.Error(
+        code=code_of(error_class(error.reason)).value[0],
+        reason=error.reason,
+        message=error.message,
+        retryable=error.retryable,
+        metadata=error.details,
+    )
+
+
+def state_value(state: JobState) -> compiler_pb2.JobState.ValueType:
+    return compiler_pb2.JobState.Value(f"JOB_STATE_{state.name}")
+
+
+def state_from(value: int) -> JobState:
+    for state in JobState:
+        if state_value(state) == value:
+            return state
+    raise FieldOutOfRange(f"states: {value} is not a job state", field="states")
+
+
+def stage_value(stage: str) -> compiler_pb2.BuildStage.ValueType:
+    """Unspecified before the first stage."""
+    return compiler_pb2.BuildStage.Value(f"BUILD_STAGE_{stage.upper()}") if stage else compiler_pb2.BUILD_STAGE_UNSPECIFIED
+
+
+def timestamp(seconds: float | None) -> Timestamp | None:
+    if seconds is None:
+        return None
+    message = Timestamp()
+    message.FromNanoseconds(round(seconds * 1e9))
+    return message
+
+
+def proof_message(certificate: WriteCertificate) -> common_pb2.CacheProof:
+    return common_pb2.CacheProof(
+        cache=certificate.cache,
+        node=certificate.node,
+        form=certificate.form,
+        # A write that is no run has no axis.
+        axis=max(certificate.axis, 0),
+        start=certificate.start,
+        length=certificate.length,
+        verdict_before=certificate.verdict_before,
+        verdict_after=certificate.verdict_after,
+        binding=certificate.binding,
+        aliased=certificate.aliased,
+        reason=certificate.reason,
+    )
+
+
+def engine_message(info: ArtifactInfo, manifest: EngineManifest, manifest_json: bytes) -> compiler_pb2.Artifact:
+    cache = manifest.cache
+    return compiler_pb2.Artifact(
+        artifact_id=info.artifact_id,
+        kind=info.kind,
+        model_name=manifest.model.name,
+        model_id=manifest.model.model_id,
+        backend=_BACKENDS[manifest.backend],
+        layout=_LAYOUTS[cache.layout],
+        dtype=_DTYPES[cache.groups[0].dtype.value],
+        max_len=cache.max_len,
+        page_size=cache.page_size,
+        profiles=[profile_message(profile) for profile in manifest.profiles.profiles],
+        proof=[proof_message(certificate) for certificate in manifest.proof],
+        files=_file_messages(manifest.files),
+        size_bytes=info.size_bytes,
+        published_at=timestamp(info.published_s),
+        manifest_json=manifest_json,
+    )
+
+
+def model_message(info: ArtifactInfo, manifest: ModelManifest, manifest_json: bytes) -> compiler_pb2.Artifact:
+    facts = manifest.facts
+    return compiler_pb2.Artifact(
+        artifact_id=info.artifact_id,
+        kind=info.kind,
+        model_name=facts.name,
+        model_id=facts.model_id,
+        dtype=_DTYPES[facts.weights_dtype],
+        files=_file_messages(manifest.files),
+        size_bytes=info.size_bytes,
+        published_at=timestamp(info.published_s),
+        manifest_json=manifest_json,
+    )
+
+
+def unreadable_message(info: ArtifactInfo) -> compiler_pb2.Artifact:
+    """An artifact whose manifest is damaged: it can only be deleted."""
+    return compiler_pb2.Artifact(
+        artifact_id=info.artifact_id, kind=info.kind, size_bytes=info.size_bytes, published_at=timestamp(info.published_s)
+    )
+
+
+def _file_messages(files: tuple[FileEntry, ...]) -> list[compiler_pb2.ArtifactFile]:
+    return [compiler_pb2.ArtifactFile(path=entry.path, sha256=entry.sha256, size_bytes=entry.size) for entry in files]
+
+
+def device_from(message: compiler_pb2.DeviceDescription) -> Device:
+    if message.kind not in ("cpu", "cuda"):
+        raise FieldOutOfRange(f"device.kind must be cpu or cuda; got {message.kind[:40]!r}", field="device.kind")
+    return Device(message.kind, frozenset(message.isa), message.compute_capability, dict(message.toolchain))
+
+
+def compatibility_message(found: Compatibility) -> compiler_pb2.CheckCompatibilityResponse:
+    return compiler_pb2.CheckCompatibilityResponse(
+        compatibility=_LEVELS[found.level], field=found.field, expected=found.expected, got=found.got
+    )
