@@ -209,9 +209,12 @@ class Round:
 
 
 def sink_recent_rounds(total: int, budget: int, interval: int, sinks: int) -> list[Round]:
-    """The rounds of a sequence that computes `total` tokens with policy sink_recent, from its definition."""
+    """The rounds of a sequence that computes `total` tokens with policy sink_recent, from its definition.
+
+    After the last one it has ended, and nothing is compacted.
+    """
     rounds, held = [], []
-    for position in range(total):
+    for position in range(total - 1):
         held.append(position)
         if len(held) == budget + interval:
             held = held[:sinks] + held[len(held) - (budget - sinks) :]
