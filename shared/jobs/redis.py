@@ -1,7 +1,7 @@
 """The job queue on Redis: several hosts share one. Streams with a consumer group hand jobs out, Lua keeps each step atomic.
 
-Redis must keep what it accepted: `maxmemory-policy noeviction` is required, an append-only file is expected
-(`appendonly yes`). Times are the server's clock, so that hosts need not agree on theirs.
+Redis must keep what it accepted: `maxmemory-policy noeviction` is required, `appendonly yes` with `appendfsync always` is
+expected. Times are the server's clock, so that hosts need not agree on theirs.
 """
 
 from __future__ import annotations
@@ -81,8 +81,17 @@ class RedisQueue(StoredQueue):
                 "set it (CONFIG SET maxmemory-policy noeviction) or use a server of its own",
                 details={"field": "maxmemory-policy", "expected": "noeviction", "got": str(policy)},
             )
-        if not info.get("aof_enabled"):
-            _log.warning("redis runs without an append-only file: jobs accepted since its last snapshot do not survive a restart")
+        try:
+            sync = (await self._client.config_get("appendfsync")).get("appendfsync", "unknown")
+        except ResponseError:  # managed servers forbid CONFIG
+            sync = "unknown"
+        if not info.get("aof_enabled") or sync != "always":
+            # NOTE with `everysec` the file is written after the answer whenever an earlier sync is still under way.
+            _log.warning(
+                "redis may lose accepted jobs when it is killed; set appendonly yes and appendfsync always",
+                appendonly=bool(info.get("aof_enabled")),
+                appendfsync=sync,
+            )
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -14,7 +14,7 @@ import redis
 
 
 class RedisServer:
-    """A real redis-server on a Unix socket, with an append-only file, nothing shared with any other."""
+    """A real redis-server on a Unix socket, with an append-only file synced before each answer, nothing shared with any other."""
 
     def __init__(self, *options: str) -> None:
         program = shutil.which("redis-server")
@@ -23,7 +23,7 @@ class RedisServer:
         self._directory = Path(tempfile.mkdtemp(prefix="quire-redis-"))  # short: socket paths are limited to 107 bytes
         self.url = f"unix://{self._directory}/socket"
         files = ("--unixsocket", f"{self._directory}/socket", "--dir", str(self._directory))
-        self._command = [program, "--port", "0", *files, "--appendonly", "yes", "--save", "", *options]
+        self._command = [program, "--port", "0", *files, "--appendonly", "yes", "--appendfsync", "always", "--save", "", *options]
         self.start()
 
     def start(self) -> None:

@@ -53,15 +53,22 @@ async def test_a_server_that_may_evict_jobs_is_refused(redis_server: RedisServer
             server.config_set("maxmemory-policy", "noeviction")
 
 
-async def test_a_server_without_an_append_only_file_is_warned_of(redis_server: RedisServer, server: Any) -> None:
-    server.config_set("appendonly", "no")
+@pytest.mark.parametrize(("setting", "lax", "strict"), [("appendonly", "no", "yes"), ("appendfsync", "everysec", "always")])
+async def test_a_server_that_may_forget_accepted_jobs_is_warned_of(
+    redis_server: RedisServer, server: Any, setting: str, lax: str, strict: str
+) -> None:
+    """Found by killing: with everysec an answer may leave before its line is in the file."""
+    server.config_set(setting, lax)
     try:
         with structlog.testing.capture_logs() as logs:
             await (await RedisQueue.connect(redis_server.url)).close()
         assert [line["log_level"] for line in logs] == ["warning"]
-        assert "append-only" in logs[0]["event"]
+        assert "may lose accepted jobs" in logs[0]["event"]
     finally:
-        server.config_set("appendonly", "yes")
+        server.config_set(setting, strict)
+    with structlog.testing.capture_logs() as logs:
+        await (await RedisQueue.connect(redis_server.url)).close()
+    assert logs == []
 
 
 async def test_a_server_that_is_not_there_is_said_to_be() -> None:
