@@ -10,15 +10,17 @@ import contextlib
 import dataclasses
 import hashlib
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
 
 from runtime_service.__main__ import Runtime
 from runtime_service.config import RuntimeSettings
+from runtime_service.session.load import EngineLoad
 from shared.artifacts.local import LocalStore
 from shared.artifacts.store import ArtifactHandle
 from shared.kv_spec import Layout
@@ -31,37 +33,57 @@ MODEL_ID, PAGED_ID, LINEAR_ID = "a" * 64, "b" * 64, "c" * 64
 NUM_PAGES = 65
 
 
-def spaced_tokenizer() -> Tokenizer:
-    """The tiny engine's words, so that a text prompt is words with spaces between them."""
-    tokenizer = tiny_tokenizer()
+def spaced_tokenizer(word_size: int) -> Tokenizer:
+    """The tiny engine's words, filled up to `word_size` letters; a text prompt is words with spaces between them."""
+    vocab = {token.ljust(word_size, "x"): index for token, index in tiny_tokenizer().get_vocab().items()}
+    tokenizer = Tokenizer(WordLevel(vocab, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tokenizer
 
 
 class Gate:
-    """Stands before every engine step. Closed, it holds the serving loop; `steps` counts those that passed."""
+    """Stands before every engine step. Closed, it holds the serving loop but for the steps it lets through one by one."""
 
     def __init__(self) -> None:
-        self._open = threading.Event()
-        self._open.set()
-        self.fail_with: Exception | None = None
-        self.arrived = threading.Event()
+        self._changed = threading.Condition()
+        self._permits: int | None = None  # None = open
+        self._waiting = False
         self.steps = 0
+        self.fail_with: Exception | None = None
 
     def __call__(self, _: object) -> None:
-        self.arrived.set()
-        assert self._open.wait(60), "a test left the gate closed"
-        self.steps += 1
-        if self.fail_with is not None:
+        with self._changed:
+            self._waiting = True
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._permits != 0, 60), "a test left the gate closed"
+            self._waiting = False
+            self._permits = None if self._permits is None else self._permits - 1
+            self.steps += 1
             error, self.fail_with = self.fail_with, None
+        if error is not None:
             raise error
 
     def close(self) -> None:
-        self.arrived.clear()
-        self._open.clear()
+        self._set(0)
 
     def open(self) -> None:
-        self._open.set()
+        self._set(None)
+
+    def let_through(self, steps: int) -> None:
+        self._set(steps)
+
+    def _set(self, permits: int | None) -> None:
+        with self._changed:
+            self._permits = permits
+            self._changed.notify_all()
+
+    async def until_held(self) -> None:
+        """The loop stands at the closed gate: everything before that step has happened."""
+        await asyncio.to_thread(self._wait_held)
+
+    def _wait_held(self) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._waiting and self._permits == 0, 60)
 
 
 class TinyLoader:
@@ -82,9 +104,9 @@ class TinyLoader:
         return tiny
 
 
-def publish_tiny(store: LocalStore) -> None:
+def publish_tiny(store: LocalStore, words: Tokenizer) -> None:
     """A model artifact with its tokenizer, a paged and a linear engine artifact."""
-    tokenizer = spaced_tokenizer().to_str().encode()
+    tokenizer = words.to_str().encode()
     entry = FileEntry("tokenizer.json", hashlib.sha256(tokenizer).hexdigest(), len(tokenizer))
     for artifact_id, layout in ((PAGED_ID, Layout.PAGED), (LINEAR_ID, Layout.LINEAR)):
         manifest = TinyEngine(layout=layout).manifest
@@ -125,15 +147,14 @@ class Served:
         loads = (await self.control.GetLoad(control_pb2.GetLoadRequest())).engines
         return next(load for load in loads if load.name == name)
 
-    async def until(self, condition: Callable[[control_pb2.EngineLoad], bool], name: str = "tiny") -> control_pb2.EngineLoad:
-        """The first reading that satisfies `condition`; the test's own timeout bounds the wait."""
-        while not condition(load := await self.engine_load(name)):
+    async def until_ended(self, count: int) -> EngineLoad:
+        """All of the engine's `count` requests so far have ended; then every page is back. The test's timeout bounds the wait."""
+        while True:
+            (load,) = (engine for engine in self.runtime.loop.load().engines if engine.name == "tiny")
+            if load.requests_finished + load.requests_cancelled + load.requests_failed == count:
+                assert (load.requests_running, load.requests_waiting, load.pages_free) == (0, 0, load.pages_total)
+                return load
             await asyncio.sleep(0.005)
-        return load
-
-    async def until_idle(self) -> None:
-        """Nothing alive and every page back."""
-        await self.until(lambda load: load.requests_running + load.requests_waiting == 0 and load.pages_free == load.pages_total)
 
 
 def generate(prompt, max_tokens=8, *, engine="tiny", request_id="", sampling=None, kv=None, **stopping) -> pb.GenerateRequest:
@@ -165,11 +186,11 @@ def finish_of(events, index=0) -> pb.Finished:
 
 
 @contextlib.asynccontextmanager
-async def serve(data: Path, **settings) -> AsyncIterator[Served]:
+async def serve(data: Path, word_size: int = 0, **settings) -> AsyncIterator[Served]:
     gate = Gate()
     loader = TinyLoader(gate)
     store = LocalStore(data / "artifacts")
-    publish_tiny(store)
+    publish_tiny(store, spaced_tokenizer(word_size))
     options = {"data": data, "address": "127.0.0.1:0", "drain_s": 0.0} | settings
     try:
         async with Runtime(RuntimeSettings(**options), store, loader) as runtime:

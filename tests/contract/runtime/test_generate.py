@@ -200,7 +200,7 @@ async def test_a_full_queue_is_retryable(tmp_path):
         served.gate.close()
         running = served.inference.Generate(generate(PROMPT))
         await running.read()
-        await asyncio.to_thread(served.gate.arrived.wait)
+        await served.gate.until_held()
         waiting = served.inference.Generate(generate(PROMPT))
         await waiting.read()
         error = await refused(served, generate(PROMPT), grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
@@ -225,7 +225,7 @@ async def test_a_cancelled_call_gives_its_pages_back(served):
         if event.WhichOneof("event") == "delta":
             break
     call.cancel()
-    await served.until_idle()
+    assert (await served.until_ended(1)).requests_cancelled == 1
     assert tokens_of(await served.events(generate(PROMPT))) == EXPECTED
 
 
@@ -238,7 +238,7 @@ async def test_a_call_cancelled_before_its_first_step_gives_its_place_back(serve
     for call in calls:
         call.cancel()
     served.gate.open()
-    await served.until_idle()
+    assert (await served.until_ended(12)).requests_cancelled == 12
 
 
 async def test_a_lost_connection_gives_its_pages_back(served):
@@ -247,7 +247,7 @@ async def test_a_lost_connection_gives_its_pages_back(served):
         call = type(served.inference)(channel).Generate(generate(PROMPT, 50))
         await call.read()
     served.gate.open()
-    await served.until_idle()
+    assert (await served.until_ended(1)).requests_cancelled == 1
 
 
 async def test_the_run_deadline_ends_an_accepted_stream_with_an_error(served):
@@ -264,14 +264,14 @@ async def test_the_run_deadline_ends_an_accepted_stream_with_an_error(served):
     assert kinds(events)[-1] == "error"
     assert (events[-1].error.reason, events[-1].error.retryable) == ("RUN_TIMEOUT", True)
     assert await call.code() is grpc.StatusCode.OK
-    await served.until_idle()
+    assert (await served.until_ended(1)).requests_failed == 1
 
 
 async def test_the_queue_deadline_ends_a_request_that_never_ran(served):
     served.gate.close()
     running = served.inference.Generate(generate(PROMPT, 50))
     await running.read()
-    await asyncio.to_thread(served.gate.arrived.wait)
+    await served.gate.until_held()
     request = generate(PROMPT)
     request.queue_timeout.FromMilliseconds(1)
     late = served.inference.Generate(request)
@@ -279,7 +279,7 @@ async def test_the_queue_deadline_ends_a_request_that_never_ran(served):
     await asyncio.sleep(0.01)
     served.gate.open()
     assert (await late.read()).error.reason == "QUEUE_TIMEOUT"
-    await served.until_idle()
+    await served.until_ended(2)
 
 
 async def test_a_failing_step_is_one_error_event_and_the_engine_serves_on(served):
@@ -288,8 +288,26 @@ async def test_a_failing_step_is_one_error_event_and_the_engine_serves_on(served
     assert kinds(events) == ["accepted", "error"]
     assert events[-1].error.code == grpc.StatusCode.INTERNAL.value[0]
     assert not events[-1].error.retryable
-    await served.until_idle()
+    assert (await served.until_ended(1)).requests_failed == 1
     assert tokens_of(await served.events(generate(PROMPT))) == EXPECTED
+
+
+async def test_a_stalled_reader_loses_its_stream_and_its_pages(tmp_path):
+    """Nobody reads, and the words are long: what transport and buffers hold is full well before the end."""
+    async with serve(tmp_path, word_size=10_000, stall_after_s=0.05) as served:
+        await served.load()
+        kv = pb.KVOptions(policy=pb.CompactionOptions(name="sink_recent", budget=8, interval=4))
+        call = served.inference.Generate(generate(PROMPT, 4000, kv=kv))
+        await call.read()
+        await served.until_ended(1)
+        events = []
+        while (event := await call.read()) is not grpc.aio.EOF:
+            events.append(event)
+        assert (events[-1].error.reason, events[-1].error.retryable) == ("READER_STALLED", True)
+        shown = tokens_of(events)
+        assert len(shown) < 4000
+        rounds = sink_recent_rounds(len(PROMPT) + len(shown), budget=8, interval=4, sinks=4)
+        assert shown == ORACLE.expected_tokens(PROMPT, len(shown), rounds), "what was generated until then arrives whole"
 
 
 async def test_abort_ends_a_stream_as_cancelled_with_usage(served):
@@ -304,7 +322,7 @@ async def test_abort_ends_a_stream_as_cancelled_with_usage(served):
         events.append(event)
     assert finish_of(events).reason == pb.FINISH_REASON_CANCELLED
     assert kinds(events)[-1] == "usage"
-    await served.until_idle()
+    assert (await served.until_ended(1)).requests_cancelled == 1
     assert not (await served.control.Abort(abort)).aborted, "idempotent"
 
 
@@ -313,7 +331,7 @@ async def test_requests_of_many_clients_do_not_mix(served):
     streams = await asyncio.gather(*(served.events(generate(prompt, 10)) for prompt in prompts))
     for prompt, events in zip(prompts, streams, strict=True):
         assert tokens_of(events) == ORACLE.expected_tokens(prompt, 10)
-    await served.until_idle()
+    assert (await served.until_ended(20)).requests_finished == 20
 
 
 async def test_a_long_tokenisation_holds_nobody_up(served, monkeypatch):

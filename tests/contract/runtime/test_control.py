@@ -1,0 +1,267 @@
+"""Control over the wire: engines come and go, load and limits are told, a drain ends well."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from shared.artifacts.local import LocalStore
+from shared.pb.quire.v1 import common_pb2
+from shared.pb.quire.v1 import control_pb2 as pb
+from shared.pb.quire.v1 import inference_pb2 as inference
+from shared.rpc.status import from_rpc_error
+from tests.contract.runtime.conftest import LINEAR_ID, MODEL_ID, PAGED_ID, finish_of, generate, serve, tokens_of
+from tests.support.tiny_engine import Oracle
+
+PROMPT = [3, 1, 4, 1, 5]
+EXPECTED = Oracle().expected_tokens(PROMPT, 8)
+
+
+async def refused(call, reason, field=""):
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await call
+    error = from_rpc_error(failure.value)
+    assert (error.reason, error.field) == (reason, field), error
+    return error
+
+
+async def listed(served):
+    return list((await served.control.ListEngines(pb.ListEnginesRequest())).engines)
+
+
+async def test_a_loaded_engine_tells_what_it_is(served):
+    (engine,) = await listed(served)
+    assert (engine.name, engine.artifact_id, engine.model_name) == ("tiny", PAGED_ID, "tiny")
+    assert engine.backend == common_pb2.BACKEND_INDUCTOR
+    assert engine.layout == common_pb2.KV_LAYOUT_PAGED
+    assert engine.dtype == common_pb2.ELEMENT_TYPE_FLOAT32
+    assert (engine.max_len, engine.page_size, engine.num_pages) == (64, 4, 65)
+    assert engine.kv_bytes == 65 * 4 * 2 * 2 * 2 * 8 * 4  # pages, tokens, layers, K and V, heads, head_dim, bytes
+    assert [(p.name, p.batch.max, p.query_len.max) for p in engine.profiles] == [("decode", 8, 1), ("prefill", 2, 16)]
+    assert engine.load_s > 0
+    assert not engine.HasField("default_compaction")
+
+
+async def test_loading_the_same_again_returns_it(served):
+    engine = await served.load(num_pages=9)
+    assert engine.num_pages == 65, "what is loaded stays as it is"
+    assert len(served.loader.engines) == 1
+
+
+async def test_the_same_load_asked_for_at_once_happens_once(tmp_path):
+    async with serve(tmp_path) as served:
+        await asyncio.gather(*(served.load() for _ in range(5)))
+        assert len(served.loader.engines) == 1
+
+
+async def test_a_name_serves_one_artifact(served):
+    error = await refused(served.load(LINEAR_ID), "IN_USE")
+    assert PAGED_ID in error.message
+    assert LINEAR_ID in error.message
+
+
+async def test_both_layouts_side_by_side(served):
+    linear = await served.load(LINEAR_ID, name="", num_pages=5)
+    assert linear.name == LINEAR_ID[:12]
+    assert linear.layout == common_pb2.KV_LAYOUT_LINEAR
+    for name in ("tiny", linear.name):
+        assert tokens_of(await served.events(generate(PROMPT, engine=name))) == EXPECTED
+    assert [engine.name for engine in await listed(served)] == ["tiny", linear.name]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "field"),
+    [
+        ({"artifact_id": "../../etc/passwd"}, "FIELD_OUT_OF_RANGE", "artifact_id"),
+        ({"artifact_id": "f" * 64}, "ARTIFACT_NOT_FOUND", ""),
+        ({"artifact_id": MODEL_ID}, "FIELD_OUT_OF_RANGE", "artifact_id"),
+        ({"name": "../x"}, "FIELD_OUT_OF_RANGE", "name"),
+        ({"num_pages": 1}, "FIELD_OUT_OF_RANGE", "num_pages"),
+        ({"kv_bytes": 100}, "MEMORY_EXHAUSTED", ""),
+        ({"default_compaction": pb.CompactionDefaults(name="knorm")}, "FIELD_OUT_OF_RANGE", "default_compaction.budget"),
+        (
+            {"default_compaction": pb.CompactionDefaults(name="magic", budget=8, interval=4)},
+            "FIELD_OUT_OF_RANGE",
+            "default_compaction.name",
+        ),
+    ],
+)
+async def test_bad_loads_are_refused_and_leave_nothing(tmp_path, fields, reason, field):
+    async with serve(tmp_path) as served:
+        request = pb.LoadEngineRequest(**({"artifact_id": PAGED_ID, "name": "tiny"} | fields))
+        await refused(served.control.LoadEngine(request), reason, field)
+        assert await listed(served) == []
+        assert all(engine.closed for engine in served.loader.engines)
+        assert not any(info.in_use for info in LocalStore(tmp_path / "artifacts").list())
+
+
+async def test_a_tampered_artifact_is_refused(tmp_path):
+    async with serve(tmp_path) as served:
+        (path,) = (tmp_path / "artifacts").rglob(f"{MODEL_ID}/tokenizer.json")
+        data = bytearray(path.read_bytes())
+        data[100] ^= 1
+        path.chmod(0o644)
+        path.write_bytes(data)
+        await refused(served.load(), "ARTIFACT_CORRUPT")
+        assert await listed(served) == []
+
+
+async def test_pools_are_sized_by_bytes_or_by_the_server(tmp_path):
+    page = 4 * 2 * 2 * 2 * 8 * 4
+    async with serve(tmp_path) as served:
+        by_bytes = pb.LoadEngineRequest(artifact_id=PAGED_ID, name="bytes", kv_bytes=10 * page + 1)
+        assert (await served.control.LoadEngine(by_bytes)).engine.num_pages == 10
+        by_server = pb.LoadEngineRequest(artifact_id=PAGED_ID, name="server")
+        assert (await served.control.LoadEngine(by_server)).engine.num_pages == 1 + 8 * 16, "a full batch of the greatest length"
+
+
+async def test_default_compaction_is_for_requests_that_do_not_choose(tmp_path):
+    async with serve(tmp_path) as served:
+        default = pb.CompactionDefaults(name="sink_recent", budget=8, interval=4)
+        engine = await served.load(default_compaction=default)
+        assert engine.default_compaction == pb.CompactionDefaults(name="sink_recent", budget=8, interval=4, sinks=4)
+        compacted = await served.events(generate(PROMPT, 40))
+        assert compacted[-1].usage.compaction_rounds > 0
+        whole = await served.events(generate(PROMPT, 40, kv=inference.KVOptions(off=True)))
+        assert whole[-1].usage.compaction_rounds == 0
+
+
+async def test_an_unloaded_engine_is_gone(served):
+    await served.control.UnloadEngine(pb.UnloadEngineRequest(name="tiny"))
+    assert await listed(served) == []
+    assert served.loader.engines[0].closed
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await served.events(generate(PROMPT))
+    assert failure.value.code() is grpc.StatusCode.NOT_FOUND
+    await refused(served.control.UnloadEngine(pb.UnloadEngineRequest(name="tiny")), "MODEL_NOT_FOUND")
+    await served.load()
+    assert tokens_of(await served.events(generate(PROMPT))) == EXPECTED
+
+
+async def test_unloading_ends_requests_as_retryable(served):
+    served.gate.close()
+    call = served.inference.Generate(generate(PROMPT, 50))
+    await call.read()
+    unload = asyncio.create_task(_await(served.control.UnloadEngine(pb.UnloadEngineRequest(name="tiny"))))
+    await asyncio.sleep(0)
+    served.gate.open()
+    last = None
+    while (event := await call.read()) is not grpc.aio.EOF:
+        last = event
+    assert last.error.retryable
+    await unload
+
+
+async def test_unloading_with_grace_lets_requests_finish(served):
+    served.gate.close()
+    call = served.inference.Generate(generate(PROMPT))
+    events = [await call.read()]
+    request = pb.UnloadEngineRequest(name="tiny", grace=Duration(seconds=60))
+    unload = asyncio.create_task(_await(served.control.UnloadEngine(request)))
+    served.gate.open()
+    while (event := await call.read()) is not grpc.aio.EOF:
+        events.append(event)
+    assert tokens_of(events) == EXPECTED
+    await unload
+    assert await listed(served) == []
+
+
+async def _await(call):
+    return await call
+
+
+@pytest.mark.parametrize("grace", [Duration(seconds=-1), Duration(seconds=601)])
+async def test_waits_are_bounded(served, grace):
+    await refused(served.control.UnloadEngine(pb.UnloadEngineRequest(name="tiny", grace=grace)), "FIELD_OUT_OF_RANGE", "grace")
+    await refused(served.control.Drain(pb.DrainRequest(deadline=grace)), "FIELD_OUT_OF_RANGE", "deadline")
+    assert len(await listed(served)) == 1
+
+
+async def test_server_info_tells_capacity_and_limits(served):
+    info = await served.control.GetServerInfo(pb.GetServerInfoRequest())
+    assert info.version
+    assert info.device.kind == "cpu"
+    assert "torch" in info.device.toolchain
+    assert info.max_waiting_requests == 256
+    assert info.max_prompt_bytes == 1024 * 1024
+    assert info.max_prompt_tokens == 131_072
+    assert info.max_generated_tokens == 65_536
+    assert list(info.compaction_policies) == ["knorm", "sink_recent"]
+
+
+async def test_load_tells_requests_pages_and_totals(served):
+    idle = await served.engine_load()
+    assert (idle.pages_total, idle.pages_free, idle.requests_running) == (64, 64, 0)
+    served.gate.close()
+    call = served.inference.Generate(generate(PROMPT, 50))
+    await call.read()
+    served.gate.let_through(3)  # the prompt, then two tokens
+    await served.gate.until_held()
+    busy = await served.engine_load()
+    assert (busy.requests_running, busy.requests_waiting, busy.pages_free) == (1, 0, 64 - 2)
+    assert (busy.steps, busy.prompt_tokens, busy.generated_tokens) == (3, 5, 3)
+    call.cancel()
+    served.gate.open()
+    await served.until_ended(1)
+
+
+async def test_compaction_stats_are_per_engine(served):
+    await served.load(LINEAR_ID, name="linear", num_pages=5)
+    kv = inference.KVOptions(policy=inference.CompactionOptions(name="knorm", budget=8, interval=4))
+    await served.events(generate(PROMPT, 40, engine="linear", kv=kv))
+    every = (await served.control.GetCompactionStats(pb.GetCompactionStatsRequest())).engines
+    assert [stats.engine for stats in every] == ["tiny", "linear"]
+    assert every[0] == pb.CompactionStats(engine="tiny")
+    assert (every[1].rounds, every[1].tokens_evicted) == (8, 32)
+    assert every[1].bytes_moved > 0
+    one = (await served.control.GetCompactionStats(pb.GetCompactionStatsRequest(engine="linear"))).engines
+    assert [stats.engine for stats in one] == ["linear"]
+    await refused(served.control.GetCompactionStats(pb.GetCompactionStatsRequest(engine="other")), "MODEL_NOT_FOUND")
+
+
+async def test_abort_of_nobody_is_no_error(served):
+    """BR-118."""
+    assert not (await served.control.Abort(pb.AbortRequest(request_id="nobody"))).aborted
+    await refused(served.control.Abort(pb.AbortRequest(request_id="")), "FIELD_OUT_OF_RANGE", "request_id")
+
+
+async def test_a_drain_finishes_what_runs_and_admits_nothing(served):
+    served.gate.close()
+    call = served.inference.Generate(generate(PROMPT))
+    events = [await call.read()]
+    drain = asyncio.create_task(_await(served.control.Drain(pb.DrainRequest(deadline=Duration(seconds=60)))))
+    while not (await served.control.GetLoad(pb.GetLoadRequest())).draining:
+        await asyncio.sleep(0.005)
+    error = await refused(_await_first(served.inference.Generate(generate(PROMPT))), "DRAINING")
+    assert error.retryable
+    served.gate.open()
+    while (event := await call.read()) is not grpc.aio.EOF:
+        events.append(event)
+    assert tokens_of(events) == EXPECTED
+    assert finish_of(events).reason == inference.FINISH_REASON_LENGTH
+    report = await drain
+    assert (report.finished, report.aborted) == (1, 0)
+
+
+async def test_a_drain_ends_the_rest_as_retryable(served):
+    served.gate.close()
+    call = served.inference.Generate(generate(PROMPT, 50))
+    await call.read()
+    await served.gate.until_held()
+    drain = asyncio.create_task(_await(served.control.Drain(pb.DrainRequest())))
+    while not (await served.control.GetLoad(pb.GetLoadRequest())).draining:
+        await asyncio.sleep(0.005)
+    served.gate.open()
+    last = None
+    while (event := await call.read()) is not grpc.aio.EOF:
+        last = event
+    assert (last.error.reason, last.error.retryable) == ("DRAINING", True)
+    report = await drain
+    assert (report.finished, report.aborted) == (0, 1)
+
+
+async def _await_first(call):
+    return await call.read()
