@@ -23,7 +23,7 @@ from shared.manifest import FileEntry
 MANIFEST_NAME = "manifest.json"
 SIGNATURE_NAME = "manifest.sig"
 
-_PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*|\.[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_PART = re.compile(r"[A-Za-z0-9._-]+")
 _MAX_NAME_CHARS = 255
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -48,8 +48,8 @@ def check_file_name(name: str) -> str:
     Allowed: `/`-separated parts of letters, digits, `.`, `_`, `-`, none of them `.` or `..`, 255 characters in all, and not a
     name the store uses itself.
     """
-    parts = name.split("/")
-    if len(name) > _MAX_NAME_CHARS or not all(_PART.fullmatch(part) for part in parts) or name in (MANIFEST_NAME, SIGNATURE_NAME):
+    plain = all(_PART.fullmatch(part) and part not in (".", "..") for part in name.split("/"))
+    if not plain or len(name) > _MAX_NAME_CHARS or name in (MANIFEST_NAME, SIGNATURE_NAME):
         raise ArtifactCorrupt(
             f"file names must be relative paths of letters, digits, '.', '_' and '-' inside the artifact; got {name[:80]!r}",
             details={"file": name[:80]},
@@ -98,8 +98,8 @@ def _head(fields: Any) -> ManifestHead:
     model = fields.get("model") or {}
     files = tuple(FileEntry(path=item["path"], sha256=item["sha256"], size=item["size"]) for item in fields["files"])
     for entry in files:
-        if not (_DIGEST.fullmatch(entry.sha256) and type(entry.size) is int and entry.size >= 0):
-            raise ValueError(f"bad digest or size for {entry.path!r}")
+        if not (isinstance(entry.path, str) and _DIGEST.fullmatch(entry.sha256) and type(entry.size) is int and entry.size >= 0):
+            raise ValueError(f"bad path, digest or size: {entry}")
     kind, artifact_id, model_id = fields["kind"], fields["artifact_id"], model.get("model_id")
     if not (isinstance(kind, str) and _DIGEST.fullmatch(artifact_id) and (model_id is None or _DIGEST.fullmatch(model_id))):
         raise ValueError("bad kind, artifact_id or model_id")

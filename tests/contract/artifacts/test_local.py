@@ -1,0 +1,176 @@
+"""What only a directory can do wrong: links, strangers' files, dying writers, failing removals, several processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shared.artifacts.local import STALE_STAGING_S, LocalStore
+from shared.artifacts.locate import open_store
+from shared.artifacts.record import MANIFEST_NAME
+from shared.errors import ArtifactCorrupt, StoreUnavailable
+from tests.support.artifact_stores import FILES, A, B, LocalBackend, contents, fill, manifest_of, publish
+
+WRITER = """
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from shared.artifacts.files import describe_files
+from shared.artifacts.local import LocalStore
+from shared.manifest import canonical_json
+store = LocalStore(Path(sys.argv[1]))
+print("ready", flush=True)
+number = 0
+while True:
+    artifact_id = f"{number:064x}"
+    with store.stage() as staged:
+        for name in ("one", "two"):
+            (staged / name).write_bytes(bytes([number % 251]) * 50_000)
+        files = [asdict(entry) for entry in describe_files(staged)]
+        manifest = canonical_json({"artifact_id": artifact_id, "kind": "model", "files": files})
+        store.publish(artifact_id, staged, manifest)
+    print(artifact_id, flush=True)
+    number += 1
+"""
+
+
+def test_a_link_in_place_of_a_file_or_folder_is_refused(local: LocalBackend, tmp_path: Path) -> None:
+    """The same bytes behind a link are not the artifact's."""
+    store = local.open()
+    publish(store)
+    shutil.copytree(local.directory(A), tmp_path / "elsewhere")
+    for name in ("engine.bin", "tokenizer", MANIFEST_NAME):
+        path = local.directory(A) / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        path.symlink_to(tmp_path / "elsewhere" / name)
+        with pytest.raises(ArtifactCorrupt):
+            store.open(A)
+        path.unlink()
+        source = tmp_path / "elsewhere" / name
+        shutil.copytree(source, path) if source.is_dir() else shutil.copy(source, path)
+        assert contents(store) == FILES
+
+
+def test_a_link_in_place_of_a_whole_artifact_is_refused(local: LocalBackend, tmp_path: Path) -> None:
+    publish(local.open())
+    local.directory(A).rename(tmp_path / "elsewhere")
+    local.directory(A).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ArtifactCorrupt, match="link"):
+        local.open().open(A)
+
+
+def test_a_file_nobody_listed_is_refused(local: LocalBackend) -> None:
+    """BR-146: a forgotten .incomplete file means that somebody wrote here."""
+    publish(local.open())
+    (local.directory(A) / "engine.bin.incomplete").write_bytes(b"")
+    with pytest.raises(ArtifactCorrupt, match=r"engine\.bin\.incomplete"):
+        local.open().open(A)
+
+
+def test_only_a_staged_directory_of_this_store_is_published(local: LocalBackend, tmp_path: Path) -> None:
+    store = local.open()
+    with LocalStore(tmp_path / "other").stage() as foreign:
+        for directory in (tmp_path, foreign, local.root / "staging", local.root / "staging" / "x" / "y"):
+            with pytest.raises(ValueError, match="stage"):
+                store.publish(A, directory, manifest_of(A, ()))
+
+
+def test_a_writer_killed_at_any_moment_leaves_only_whole_artifacts(local: LocalBackend) -> None:
+    """BR-143, BR-144: each of six is killed a little later in its work; the next one finds what it left."""
+    for kill in range(6):
+        command = [sys.executable, "-c", WRITER, str(local.root)]
+        writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+        time.sleep(kill * 0.013)
+        writer.kill()
+        acknowledged = [line.strip() for line in writer.stdout if line.endswith("\n")]
+        writer.wait()
+        store = local.open()
+        visible = {info.artifact_id for info in store.list("model")}
+        assert visible >= set(acknowledged)
+        assert store.list() == store.list("model"), "nothing unreadable"
+        for artifact_id in visible:
+            store.verify(artifact_id)
+    local.clock.advance(STALE_STAGING_S + 60)
+    local.open().gc()
+    assert list((local.root / "staging").iterdir()) == []
+
+
+def test_what_a_dead_writer_left_is_collected_but_not_what_is_being_written(local: LocalBackend) -> None:
+    store = local.open()
+    with store.stage() as live:
+        dead = local.root / "staging" / "dead"
+        fill(dead, FILES)
+        for path in (dead, *dead.rglob("*")):
+            os.utime(path, (0, 0))
+        fill(live, FILES)
+        os.utime(live, (0, 0))  # its files are new
+        report = store.gc()
+        assert not dead.exists()
+        assert live.exists()
+        assert report.freed_bytes == sum(map(len, FILES.values()))
+
+
+def test_bytes_that_could_not_be_removed_are_tried_again(local: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """BR-150: quota of two, three stored, deletion fails once: the bytes are accounted for until they are gone."""
+    store = local.open()
+    for artifact_id in (A, B):
+        publish(store, artifact_id, {"engine.bin": b"x" * 10_000})
+        local.clock.advance(10)
+    remove = shutil.rmtree
+
+    def fail(path: Path, **_: object) -> None:
+        raise PermissionError(13, "not now", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    report = store.gc(max_bytes=15_000)
+    assert (report.removed, report.failed) == ((), (A,))
+    assert report.left_bytes == local.stored_bytes() > 20_000
+    assert not store.contains(A), "nobody opens it any more"
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    report = store.gc()
+    assert report.freed_bytes > 10_000
+    assert report.left_bytes == local.stored_bytes() < 15_000
+
+
+def test_an_engine_being_served_survives_its_removal(local: LocalBackend) -> None:
+    """BR-149: mapped or open files stay readable even if everything goes wrong and the artifact is removed."""
+    store = local.open()
+    publish(store)
+    with store.open(A) as handle, handle.path("engine.bin").open("rb") as file:
+        store.discard(A)
+        assert file.read() == FILES["engine.bin"]
+    assert not store.contains(A)
+
+
+def test_leases_leave_nothing_behind(local: LocalBackend) -> None:
+    store = local.open()
+    publish(store)
+    store.open(A).close()
+    store.gc()
+    assert list((local.root / "leases").iterdir()) == []
+
+
+def test_a_medium_that_fails_is_a_typed_error(local: LocalBackend, tmp_path: Path) -> None:
+    publish(local.open())
+    store = local.open()
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreUnavailable):
+        LocalStore(tmp_path / "file" / "store")
+    shutil.rmtree(local.root / "leases")
+    with pytest.raises(StoreUnavailable):
+        store.open(A)
+
+
+def test_a_path_is_a_local_store(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"), cache=tmp_path / "cache")
+    publish(store)
+    assert contents(store) == FILES
+    assert not (tmp_path / "cache").exists()

@@ -1,0 +1,206 @@
+"""What only a bucket can do wrong: races without locks, caches, outages, garbage of writers that lost."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared.artifacts.local import STALE_STAGING_S
+from shared.artifacts.locate import open_store
+from shared.artifacts.object import ObjectStore
+from shared.artifacts.record import MANIFEST_NAME
+from shared.errors import ArtifactCorrupt, ArtifactNotFound, BackendUnavailable, StoreUnavailable
+from tests.support.artifact_stores import BUCKET, FILES, A, B, S3Backend, contents, publish
+
+
+def test_the_manifest_is_put_last(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens while files are uploaded, nothing is visible."""
+    store = s3.open()
+    put = s3.bucket.put
+    uploads: list[str] = []
+
+    def fail_at_second(path: str, content: bytes | Path) -> None:
+        assert not s3.open().contains(A)
+        if uploads:
+            raise StoreUnavailable("cut off")
+        uploads.append(path)
+        put(path, content)
+
+    monkeypatch.setattr(s3.bucket, "put", fail_at_second)
+    with pytest.raises(StoreUnavailable):
+        publish(store)
+    monkeypatch.setattr(s3.bucket, "put", put)
+    assert not s3.open().contains(A)
+    assert s3.open().list() == ()
+    assert publish(store)
+    assert contents(s3.open()) == FILES
+
+
+def test_a_writer_that_loses_the_race_changes_nothing(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both saw no manifest; the conditional put lets one through."""
+    late, other = s3.open(), FILES | {"engine.bin": b"of the loser"}
+    tag = s3.bucket.tag
+    monkeypatch.setattr(s3.bucket, "tag", lambda _: None)
+    publish(s3.open())
+    assert not publish(late, files=other)
+    monkeypatch.setattr(s3.bucket, "tag", tag)
+    assert contents(s3.open()) == FILES
+
+
+def test_two_repairs_of_a_damaged_artifact_leave_one_whole(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both saw the damage; replacing is conditional on the manifest they saw."""
+    publish(s3.open())
+    s3.damage(A, "engine.bin", lambda content: content[:-1])
+    old = s3.bucket.tag(f"{A}/{MANIFEST_NAME}")
+    repaired = FILES | {"engine.bin": b"first repair"}
+    assert publish(s3.open(), files=repaired)
+    monkeypatch.setattr(s3.bucket, "tag", lambda _: old)
+    monkeypatch.setattr(ObjectStore, "_is_damaged", lambda *_: True)
+    assert not publish(s3.open(), files=FILES | {"engine.bin": b"second repair"})
+    monkeypatch.undo()
+    assert contents(s3.open()) == repaired
+
+
+def test_what_a_losing_or_dying_writer_uploaded_is_collected_after_a_day(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(s3.open())
+    monkeypatch.setattr(s3.bucket, "tag", lambda _: None)
+    publish(s3.open(), files=FILES | {"engine.bin": b"l" * 5000})
+    monkeypatch.undo()
+    s3.bucket.put(f"{B}/files/{'0' * 64}", b"d" * 3000)
+    s3.bucket.put("not-an-artifact/file", b"of somebody else")
+    store = s3.open()
+    assert store.gc().freed_bytes == 0, "it may be an upload under way"
+    s3.clock.advance(STALE_STAGING_S + 60)
+    report = store.gc()
+    assert report.freed_bytes == 8000
+    assert s3.bucket.get("not-an-artifact/file") == b"of somebody else"
+    assert contents(s3.open()) == FILES
+
+
+def test_an_artifact_is_fetched_once_a_host(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(s3.open())
+    host = s3.open()
+    contents(host)
+    monkeypatch.setattr(s3.bucket, "stream", lambda _: pytest.fail("fetched again"))
+    assert contents(host) == FILES
+
+
+def test_a_damaged_cache_is_fetched_anew(s3: S3Backend) -> None:
+    publish(s3.open())
+    host = s3.open()
+    with host.open(A) as handle:
+        for name in ("engine.bin", "tokenizer/vocab.json"):
+            handle.path(name).write_bytes(b"damaged")
+    assert contents(host) == FILES
+
+
+def test_the_cache_follows_the_bucket(s3: S3Backend) -> None:
+    """Deleted and built anew with other bytes: the copy of the first build is not served, even while it is open."""
+    publish(s3.open())
+    host, other = s3.open(), FILES | {"engine.bin": b"second build"}
+    with host.open(A) as first:
+        s3.bucket.delete([item.path for item in s3.bucket.items()])
+        with pytest.raises(ArtifactNotFound):
+            host.open(A)
+        publish(s3.open(), files=other)
+        assert contents(host) == other
+        assert first.artifact_id == A
+
+
+def test_the_cache_is_bounded(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.artifacts.object.CACHE_BYTES", 15_000)
+    for number in range(3):
+        publish(s3.open(), f"{number:064x}", {"f": b"x" * 10_000})
+    host = s3.open()
+    for number in range(3):
+        contents(host, f"{number:064x}")
+        s3.clock.advance(10)
+    assert len(host._cache.list()) == 1
+
+
+def test_an_artifact_deleted_during_its_download_is_not_found(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(s3.open())
+    stream = s3.bucket.stream
+
+    def vanish(path: str) -> object:
+        s3.bucket.delete([item.path for item in s3.bucket.items()])
+        return stream(path)
+
+    monkeypatch.setattr(s3.bucket, "stream", vanish)
+    with pytest.raises(ArtifactNotFound):
+        s3.open().open(A)
+
+
+def test_a_removal_that_fails_half_way_is_tried_again(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """BR-150."""
+    publish(s3.open())
+    delete = s3.bucket.delete
+
+    def fail(paths: list[str]) -> None:
+        if f"{A}/{MANIFEST_NAME}" not in paths and paths:
+            raise StoreUnavailable("cut off")
+        delete(paths)
+
+    monkeypatch.setattr(s3.bucket, "delete", fail)
+    report = s3.open().gc(max_bytes=0)
+    assert (report.removed, report.failed, report.freed_bytes) == ((), (A,), 0)
+    monkeypatch.undo()
+    s3.clock.advance(STALE_STAGING_S + 60)
+    assert s3.open().gc().freed_bytes > 0
+    assert s3.stored_bytes() == 0
+
+
+def test_times_that_are_no_times_do_not_stop_a_listing(s3: S3Backend) -> None:
+    publish(s3.open())
+    s3.bucket.put(f"{A}/used", b"\xff")
+    s3.bucket.put(f"{A}/leases/x", b"for ever")
+    (info,) = s3.open().list()
+    assert not info.in_use
+    s3.open().delete(A)
+    assert s3.stored_bytes() == 0
+
+
+def test_a_manifest_nobody_can_read_protects_its_files_from_collection(s3: S3Backend) -> None:
+    publish(s3.open())
+    s3.damage(A, MANIFEST_NAME, lambda content: content[:-1])
+    before = s3.stored_bytes()
+    s3.clock.advance(STALE_STAGING_S + 60)
+    s3.open().gc()
+    assert s3.stored_bytes() == before
+    with pytest.raises(ArtifactCorrupt):
+        s3.open().open(A)
+
+
+def test_a_bucket_that_does_not_answer_is_a_typed_error(s3: S3Backend) -> None:
+    gone = S3Backend("http://127.0.0.1:1", "prefix", s3.caches)
+    store = gone.open()
+    for act in (store.list, store.gc, lambda: store.open(A), lambda: publish(store), lambda: store.contains(A)):
+        with pytest.raises(StoreUnavailable) as caught:
+            act()
+        assert "\n" not in caught.value.message
+
+
+def test_an_s3_url_is_a_bucket(s3_url: str, s3: S3Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {
+        "ENDPOINT_URL": s3_url,
+        "ACCESS_KEY_ID": "k",
+        "SECRET_ACCESS_KEY": "s",
+        "REGION": "us-east-1",
+        "ALLOW_HTTP": "true",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    store = open_store(f"s3://{BUCKET}/{s3.prefix}", cache=tmp_path / "cache")
+    assert publish(store)
+    assert contents(s3.open()) == FILES
+
+
+def test_a_bucket_without_its_extra_is_a_typed_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(BackendUnavailable, match=r"quire\[s3\]"):
+        open_store("s3://bucket", cache=tmp_path)
+    monkeypatch.setitem(sys.modules, "shared.artifacts.signing", None)
+    with pytest.raises(BackendUnavailable, match=r"quire\[signing\]"):
+        open_store(str(tmp_path), cache=tmp_path, trusted_keys=[tmp_path / "key"])
