@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from torch.export import ExportedProgram
 
 from compiler_service.proof.bounds import find_overrun
-from compiler_service.proof.consistency import find_inconsistency
+from compiler_service.proof.consistency import Readers, find_inconsistency, find_readers
 from compiler_service.proof.evaluate import Values
 from compiler_service.proof.hazards import find_hazard, shared_storage
+from compiler_service.proof.positions import find_wrong_positions
 from compiler_service.proof.program import CacheDecl, Program, read_program
 from compiler_service.proof.verdict import Proved, Refuted, Run, Verdict
 from compiler_service.proof.writes import Write, read_write
@@ -171,11 +172,12 @@ def prove_writes(program: Program, profiles: Sequence[OptimizationProfile] = ())
     writes = {name: read_write(values, name, cache) for name, cache in program.caches.items()}
     runs = {name: write.verdict.run for name, write in writes.items() if isinstance(write.verdict, Proved)}
     clashes = shared_storage(program)
+    readers = find_readers(program)
     proofs = {}
     for name, write in writes.items():
         verdict = write.verdict
         if name in runs:
-            verdict = _objection(program, values, name, write, runs, clashes, profiles) or verdict
+            verdict = _objection(program, values, name, write, runs, readers, clashes, profiles) or verdict
         proofs[name] = WriteProof(
             cache=name,
             node=write.node.name,
@@ -193,14 +195,17 @@ def _objection(
     name: str,
     write: Write,
     runs: Mapping[str, Run],
+    readers: Readers,
     clashes: Mapping[str, str],
     profiles: Sequence[OptimizationProfile],
 ) -> Verdict | None:
     cache = program.caches[name]
+    assert write.update is not None
     if name in clashes:
         return Refuted(f"{name} and {clashes[name]} are views of the same memory", cache.old.name)
     return (
         find_hazard(program, name, cache, write)
         or find_overrun(program, values, cache, runs[name], write.node.name, profiles)
-        or find_inconsistency(program, values, runs, name)
+        or find_inconsistency(program, values, runs, readers, name)
+        or find_wrong_positions(program, values, write.update, runs[name])
     )

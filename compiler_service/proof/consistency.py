@@ -6,60 +6,149 @@ that decides what each query sees must be the start of the run, row by row, for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 
 from torch import fx
 
 from compiler_service.proof import rules
-from compiler_service.proof.algebra import Coord, Grid, Linear
+from compiler_service.proof.algebra import ONE, ZERO, Coord, Grid, Linear
+from compiler_service.proof.attention import Attention, attentions_over
 from compiler_service.proof.evaluate import Values, bind
-from compiler_service.proof.hazards import new_readers
+from compiler_service.proof.masks import visible_where
 from compiler_service.proof.program import Program
 from compiler_service.proof.verdict import Refuted, Run, Unknown
 
+Objection = Refuted | Unknown
 
-def find_inconsistency(program: Program, values: Values, runs: Mapping[str, Run], name: str) -> Refuted | Unknown | None:
-    """Why the attention over cache `name` does not follow its write, or None if it does."""
-    cache, run = program.caches[name], runs[name]
-    for reader in new_readers(cache):
-        if str(reader.target) == rules.ATTEND:
-            found = _attend(values, reader, run) or _partners(program, runs, name, reader)
-            if found is not None:
-                return found
+
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """The attentions over each cache of a program, by cache name."""
+
+    over: Mapping[str, Sequence[Attention]]
+
+    def of(self, attention: Attention) -> dict[str, Attention]:
+        """Every cache that `attention` reads, and how."""
+        return {name: mine for name, found in self.over.items() for mine in found if mine.node is attention.node}
+
+
+def find_readers(program: Program) -> Readers:
+    return Readers({name: attentions_over(cache.new) if cache.new else [] for name, cache in program.caches.items()})
+
+
+def find_inconsistency(program: Program, values: Values, runs: Mapping[str, Run], readers: Readers, name: str) -> Objection | None:
+    """Why the attention over cache `name` does not follow its write, or None if it does (or no attention reads it)."""
+    for attention in readers.over[name]:
+        found = _attention(program, values, readers, attention, runs[name]) or _partners(program, readers, runs, name, attention)
+        if found is not None:
+            return found
     return None
 
 
-def _attend(values: Values, attend: fx.Node, run: Run) -> Refuted | Unknown | None:
-    arguments = bind(attend)
-    start, query = arguments["start"], arguments["q"]
+def _attention(program: Program, values: Values, readers: Readers, attention: Attention, run: Run) -> Objection | None:
+    node = attention.node
+    if str(node.target) in rules.SOFTMAX and not attention.is_keys:
+        # Values are weighed by the softmax over the keys, so the keys' mask is theirs.
+        keys = [mine for mine in readers.of(attention).values() if mine.is_keys]
+        if not keys:
+            return Unknown(f"the keys that weigh {run.cache} in {node.name} are in no cache", node.name)
+        attention = keys[0]
+    queries = values.shape(attention.queries)[-2]
+    if queries != run.length:
+        return Refuted(f"{run.cache} gets {run.length} new cells, {node.name} has {queries} queries", node.name)
+    if str(node.target) == rules.ATTEND:
+        return _attend(values, node, run)
+    return _masked(program, values, attention, run)
+
+
+def _attend(values: Values, attend: fx.Node, run: Run) -> Objection | None:
+    start = bind(attend)["start"]
     assert isinstance(start, fx.Node)
-    assert isinstance(query, fx.Node)
-    seen = per_row(values.grid(start))
+    seen = _per_row(values.grid(start))
     if seen is None:
         return Unknown(f"the start of {attend.name} is no start for each row", attend.name)
-    if seen != run.start:
-        return Refuted(f"{run.cache} is written from {run.start} on, {attend.name} masks from {seen} on", attend.name)
-    queries = values.shape(query)[2]
-    if queries != run.length:
-        return Refuted(f"{run.cache} gets {run.length} new cells, {attend.name} has {queries} queries", attend.name)
+    return _same_start(values, run, seen, attend)
+
+
+def _masked(program: Program, values: Values, attention: Attention, run: Run) -> Objection | None:
+    node = attention.node
+    cells = values.shape(program.caches[run.cache].old)[run.axis]
+    if attention.is_causal:
+        return Refuted(f"{node.name} counts its causal mask from cell 0, {run.cache} is written from {run.start} on", node.name)
+    if not attention.masks:
+        return Refuted(f"{node.name} has no mask: it sees all {cells} cells, written or not", node.name)
+    readable = [bounds for mask in attention.masks if (bounds := visible_where(program, values, mask)) is not None]
+    if not readable:
+        names = ", ".join(mask.node.name for mask in attention.masks)
+        return Unknown(f"the mask {names} is no comparison of cells with start + query", node.name)
+    conditions = sorted((bound for bounds in readable for bound in bounds), key=lambda bound: bound.steps[-1:])
+    kinds = [_read_bound(values, bound, run, cells, node) for bound in conditions]
+    objections = [kind for kind in kinds if not isinstance(kind, _Kind)]
+    if objections:
+        return objections[0]
+    if _Kind.FRONTIER not in kinds:
+        return Unknown(f"the mask of {node.name} lets queries see cells after their own", node.name)
     return None
 
 
-def _partners(program: Program, runs: Mapping[str, Run], name: str, attend: fx.Node) -> Refuted | None:
+class _Kind(Enum):
+    """What one condition of a mask does: let query `i` see cells up to `start + i`, or only hide more."""
+
+    FRONTIER = auto()
+    NARROWER = auto()
+
+
+def _read_bound(values: Values, bound: Grid, run: Run, cells: Linear, node: fx.Node) -> _Kind | Objection:
+    """What `bound >= 0` says about the cells a query sees; an objection where it follows another start than the write."""
+    if bound.rank < 2 or bound.shape[-1] not in (ONE, cells) or bound.shape[-2] not in (ONE, run.length):
+        return Unknown(f"the mask of {node.name} is not [.., queries, cells]", node.name)
+    cell, query = bound.rank - 1, bound.rank - 2
+    if any(axis not in (0, query, cell) or bound.base.varies_along(cell) for axis in bound.varying_axes):
+        return Unknown(f"the mask of {node.name} differs between heads, or cell by cell", node.name)
+    slope = (bound.steps[query] if run.length != ONE else -bound.steps[cell], bound.steps[cell])
+    base = bound.base.with_coords(lambda c: Coord(0, c.offset) if c.axis is not None else c)
+    if slope == (1, -1):  # cell <= base + query
+        return _same_start(values, run, base, node) or _Kind.FRONTIER
+    if slope == (-1, 1):  # cell >= query - base
+        window = base + run.start
+        if not window.is_constant:
+            return _differs(values, run, window, f"the window of {node.name} follows {base.scaled(-1)}", node)
+        hides_itself = Refuted(f"the window of {node.name} hides a query's own cell", node.name)
+        return _Kind.NARROWER if window.const >= 0 else hides_itself
+    if slope == (0, -1) and ((base - cells + ONE).is_nonnegative or base == run.start + run.length - ONE):
+        return _Kind.NARROWER  # cell < max_len, or cell < start + length
+    if slope == (0, 1) and base.is_nonnegative:
+        return _Kind.NARROWER  # cell >= 0
+    return Unknown(f"the mask of {node.name} holds a condition that is neither causal nor a window", node.name)
+
+
+def _same_start(values: Values, run: Run, seen: Linear, node: fx.Node) -> Objection | None:
+    difference = run.start - seen
+    return None if difference == ZERO else _differs(values, run, difference, f"{node.name} masks from {seen} on", node)
+
+
+def _differs(values: Values, run: Run, difference: Linear, what: str, node: fx.Node) -> Objection:
+    """Refuted where inputs can pull the two starts apart, Unknown where they may be the same value by other means."""
+    told = f"{run.cache} is written from {run.start} on, {what}"
+    free = all(term.symbol or values.is_input(term.source) for term, _ in difference.terms)
+    return Refuted(told, node.name) if free else Unknown(f"{told}, which may be another cell", node.name)
+
+
+def _partners(program: Program, readers: Readers, runs: Mapping[str, Run], name: str, attention: Attention) -> Objection | None:
     """K and V of one attention belong to one layer and start together."""
-    arguments = bind(attend)
-    for other, cache in program.caches.items():
-        if other == name or cache.new not in (arguments["k_cache"], arguments["v_cache"]):
-            continue
-        if cache.decl.layer != program.caches[name].decl.layer:
-            return Refuted(f"{attend.name} reads {name} together with {other} of another layer", attend.name)
+    node = attention.node
+    for other in readers.of(attention):
+        if program.caches[other].decl.layer != program.caches[name].decl.layer:
+            return Refuted(f"{node.name} reads {name} together with {other} of another layer", node.name)
         if other in runs and runs[other].start != runs[name].start:
-            return Refuted(f"{name} starts at {runs[name].start}, {other} at {runs[other].start}", attend.name)
+            return Refuted(f"{name} is written from {runs[name].start} on, {other} from {runs[other].start} on", node.name)
     return None
 
 
-def per_row(start: Grid) -> Linear | None:
-    """A start tensor of shape `[]`, `[1]` or `[B]` as a start with its row on axis 0; None for another shape."""
+def _per_row(start: Grid) -> Linear | None:
+    """A start of shape `[]`, `[1]` or `[B]` as a Linear with its row on axis 0; None for another shape."""
     if start.rank > 1 or any(start.steps):
         return None
-    return start.base.with_coords(lambda c: Coord(0, c.offset) if c.axis is not None else c) if start.rank else start.base
+    return start.base

@@ -32,6 +32,7 @@ class Values:
         self._symbols: dict[sympy.Symbol, Linear] = {}
         self._reasons: dict[str, str] = {}
         self._tables: dict[str, tuple[int, ...]] = {}
+        self._inputs = {node.name for node in program.graph.find_nodes(op="placeholder")} - set(program.constants)
         for node in program.graph.nodes:
             self._visit(node)
 
@@ -43,6 +44,22 @@ class Values:
     def shape(self, node: fx.Node) -> tuple[Linear, ...]:
         """Traced shape of a tensor node."""
         return tuple(self.linear(size) for size in node.meta["val"].shape)
+
+    def moved(self, node: fx.Node, operand: Grid) -> Grid | None:
+        """`operand` through the layout operator of `node`, in place of the tensor that the node has there."""
+        try:
+            result = TABLE[str(node.target)](_Call(self, node, operand))
+        except _Unsupported:
+            return None
+        return result if result is not None and result.shape == self.shape(node) else None
+
+    def is_integer(self, node: fx.Node) -> bool:
+        """Whether a node is a tensor or scalar of integers the algebra computes with."""
+        return node in self._grids
+
+    def is_input(self, source: str) -> bool:
+        """Whether an opaque term is an input of the program, free to take any value."""
+        return source in self._inputs
 
     def reason(self, source: str) -> str:
         return self._reasons.get(source, f"{source} is an input")
@@ -137,9 +154,10 @@ class Values:
 class _Call:
     """The operands of one node, as `rules.Operands`."""
 
-    def __init__(self, values: Values, node: fx.Node) -> None:
+    def __init__(self, values: Values, node: fx.Node, operand: Grid | None = None) -> None:
         self._values = values
         self._node = node
+        self._operand = operand
         self._arguments = bind(node)
 
     @property
@@ -154,6 +172,8 @@ class _Call:
         return self._arguments.get(name) is not None
 
     def grid(self, name: str) -> Grid:
+        if self._operand is not None and name in ("self", "a"):
+            return self._operand
         return self._grid(self._arguments[name], name)
 
     def grids(self, name: str) -> Sequence[Grid]:

@@ -282,4 +282,46 @@ METADATA = frozenset(
 SLICE = "aten.slice.Tensor"
 EXPAND = "aten.expand.default"
 EQUALITY = frozenset(_aten("eq.Scalar eq.Tensor"))
+
+LAYOUT = frozenset(
+    name
+    for name, rule in TABLE.items()
+    if rule in (_same, _same_prim, _reshape, _expand, _unsqueeze, _permute, _transpose, _slice, _select)
+)
+"""Move, repeat or cast elements one by one: what holds of the operand's elements holds of the result's."""
+
 ATTEND = "quire.attend.default"
+SDPA = frozenset(
+    _aten(
+        "scaled_dot_product_attention _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention _scaled_dot_product_attention_math"
+    )
+)
+SOFTMAX = frozenset(_aten("softmax.int _softmax _safe_softmax"))
+MATMUL = frozenset(_aten("matmul mm bmm addmm baddbmm einsum linear"))
+SCORES = LAYOUT | frozenset(
+    _aten(
+        "add.Tensor add.Scalar sub.Tensor sub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar tanh clamp maximum cat "
+        "where.self where.ScalarOther where.ScalarSelf masked_fill.Scalar masked_fill.Tensor dropout"
+    )
+)
+"""What may stand between the product of queries and keys and its softmax, and between the softmax and the product with values."""
+
+AT_MOST: Mapping[str, tuple[int, int]] = {
+    # comparison -> (sign, slack): it says sign * (self - other) + slack >= 0
+    **dict.fromkeys(_aten("le.Tensor le.Scalar"), (-1, 0)),
+    **dict.fromkeys(_aten("lt.Tensor lt.Scalar"), (-1, -1)),
+    **dict.fromkeys(_aten("ge.Tensor ge.Scalar"), (1, 0)),
+    **dict.fromkeys(_aten("gt.Tensor gt.Scalar"), (1, -1)),
+}
+BOTH = frozenset(_aten("bitwise_and.Tensor logical_and __and__.Tensor mul.Tensor"))
+NOT = frozenset(_aten("bitwise_not logical_not"))
+CHOICES = frozenset(_aten("where.self where.ScalarOther where.ScalarSelf where.Scalar"))
+FILL_MASKED = frozenset(_aten("masked_fill.Scalar masked_fill.Tensor"))
+CONSTANTS = frozenset(_aten("full full_like new_full scalar_tensor"))
+ZEROS = frozenset(_aten("zeros zeros_like new_zeros"))
+ONES = frozenset(_aten("ones ones_like new_ones"))
+SUM = "aten.add.Tensor"
+
+ANGLES = frozenset(_aten("cos sin"))
+"""Where rotary embeddings turn positions into rotations."""

@@ -1,0 +1,132 @@
+"""Attention masks as inequalities over the index algebra: which cells a query may see.
+
+A mask is read as a conjunction: the cell is visible where every `bound >= 0`, each bound an affine grid over
+`[.., query, cell]`. Boolean masks are comparisons; additive ones are 0 where such a condition holds and very negative where not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, fx
+
+from compiler_service.proof import algebra, rules
+from compiler_service.proof.algebra import Grid
+from compiler_service.proof.attention import Mask
+from compiler_service.proof.evaluate import Values, bind
+from compiler_service.proof.program import Program
+
+Bounds = tuple[Grid, ...]
+
+_HIDDEN = -1e4
+"""An additive mask hides what it lowers by at least this much (float16 models use numbers near its minimum, -65504)."""
+
+
+def visible_where(program: Program, values: Values, mask: Mask) -> Bounds | None:
+    """The conditions under which `mask` lets a cell be seen; None where they are not of this kind."""
+    reader = _Reader(program, values)
+    return reader.negated(mask.node) if mask.hides else reader.read(mask.node)
+
+
+class _Reader:
+    def __init__(self, program: Program, values: Values) -> None:
+        self._program = program
+        self._values = values
+
+    def read(self, node: fx.Node) -> Bounds | None:
+        name = str(node.target)
+        if name in rules.LAYOUT:
+            return self._moved(node)
+        arguments = bind(node) if node.op == "call_function" else {}
+        if name in rules.AT_MOST:
+            return self._comparison(node, arguments)
+        if name in rules.CHOICES:
+            return self._choice(arguments)
+        if name in rules.FILL_MASKED and self._number(arguments["self"]) == 0 and self._hides(arguments["value"]):
+            return self.negated(arguments["mask"])
+        is_boolean = isinstance(node.meta.get("val"), Tensor) and str(node.meta["val"].dtype) == "torch.bool"
+        if name in rules.NOT and is_boolean:
+            return self.negated(arguments["self"])
+        if (name in rules.BOTH and is_boolean) or (name == rules.SUM and not is_boolean):
+            return self._both(node, arguments)
+        if is_boolean and self._number(node) == 1:
+            return ()
+        return None
+
+    def _moved(self, node: fx.Node) -> Bounds | None:
+        operand = _moved_operand(node)
+        inner = self.read(operand) if isinstance(operand, fx.Node) else None
+        return None if inner is None else _all(self._values.moved(node, bound) for bound in inner)
+
+    def _both(self, node: fx.Node, arguments: dict[str, object]) -> Bounds | None:
+        found: list[Grid | None] = []
+        for name in ("self", "other"):
+            side = arguments[name]
+            inner = self.read(side) if isinstance(side, fx.Node) else None
+            if inner is None:
+                return None
+            found += [algebra.broadcast(bound, self._values.shape(node)) for bound in inner]
+        return _all(found)
+
+    def _comparison(self, node: fx.Node, arguments: dict[str, object]) -> Bounds | None:
+        sign, slack = rules.AT_MOST[str(node.target)]
+        left, right = self._integers(arguments["self"]), self._integers(arguments["other"])
+        difference = algebra.add(left, right, -1) if left is not None and right is not None else None
+        bound = difference and algebra.add(algebra.scale(difference, sign), algebra.uniform(algebra.constant(slack)))
+        return None if bound is None else _all([algebra.broadcast(bound, self._values.shape(node))])
+
+    def _choice(self, arguments: dict[str, object]) -> Bounds | None:
+        condition, held, other = arguments["condition"], arguments["self"], arguments["other"]
+        if self._number(held) == 0 and self._hides(other) and isinstance(condition, fx.Node):
+            return self.read(condition)
+        if self._number(other) == 0 and self._hides(held):
+            return self.negated(condition)
+        return None
+
+    def negated(self, condition: object) -> Bounds | None:
+        inner = self.read(condition) if isinstance(condition, fx.Node) else None
+        if inner is None or len(inner) != 1:  # the opposite of several conditions is no conjunction
+            return None
+        opposite = algebra.add(algebra.scale(inner[0], -1), algebra.uniform(algebra.constant(-1)))
+        return _all([opposite])
+
+    def _integers(self, value: object) -> Grid | None:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return algebra.uniform(algebra.constant(value))
+        if isinstance(value, fx.Node) and self._values.is_integer(value):
+            return self._values.grid(value)
+        return None
+
+    def _hides(self, value: object) -> bool:
+        number = self._number(value)
+        return number is not None and number <= _HIDDEN
+
+    def _number(self, value: object) -> float | None:
+        """The one number a tensor is filled with, if it is."""
+        if isinstance(value, int | float):
+            return float(value)
+        if not isinstance(value, fx.Node):
+            return None
+        name = str(value.target)
+        if name in rules.ZEROS | rules.ONES:
+            return float(name in rules.ONES)
+        if value.name in self._program.constants:
+            tensor = self._program.constants[value.name]
+            return float(tensor.reshape(-1)[0]) if tensor.numel() == 1 else None
+        if name in rules.CONSTANTS:
+            arguments = bind(value)
+            return self._number(arguments.get("fill_value", arguments.get("s")))
+        return self._number(_moved_operand(value)) if name in rules.LAYOUT else None
+
+
+def _moved_operand(node: fx.Node) -> object:
+    """What a layout operator moves (prims call it `a`)."""
+    arguments = bind(node)
+    return arguments.get("self", arguments.get("a"))
+
+
+def _all(bounds: Iterable[Grid | None]) -> Bounds | None:
+    """The bounds, unless one of them is missing: half a conjunction would see too much."""
+    found = tuple(bounds)
+    known = tuple(bound for bound in found if bound is not None)
+    return known if len(known) == len(found) else None

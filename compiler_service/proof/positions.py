@@ -1,0 +1,93 @@
+"""Positions fed to rotary embeddings: the declared logical positions, or the cells themselves where none are declared.
+
+Positions and cells part ways once a cache has been compacted, so a program that declares logical positions must rotate by
+them. A program without that input rotates by the cells, and then they must be those that the write fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from compiler_service.proof import rules
+from compiler_service.proof.algebra import ONE, Coord, Grid, Term
+from compiler_service.proof.evaluate import Values
+from compiler_service.proof.program import Program
+from compiler_service.proof.verdict import Refuted, Run, Unknown
+from shared.bindings import POSITION_IDS
+
+
+def find_wrong_positions(program: Program, values: Values, update: fx.Node, run: Run) -> Refuted | Unknown | None:
+    """Why the rows `update` were rotated by other positions than they should be; None if they are right or not rotated."""
+    declared = any(node.name == POSITION_IDS for node in program.graph.find_nodes(op="placeholder"))
+    for angles in _rotations_of(update):
+        for source in _integers_under(values, angles):
+            grid = values.grid(source)
+            if not grid.varying_axes and not (run.length == ONE or grid.rank > 1):
+                continue  # one number for all tokens selects frequencies, it is no position
+            wrong = _against_declared(values, grid, source) if declared else _against_run(values, grid, source, run)
+            if wrong is not None:
+                return wrong
+    return None
+
+
+def _against_declared(values: Values, grid: Grid, source: fx.Node) -> Refuted | Unknown | None:
+    terms = grid.base.terms
+    if not any(grid.steps) and grid.base.const == 0 and len(terms) == 1 and terms[0][1] == 1 and terms[0][0].source == POSITION_IDS:
+        return None
+    told = f"rows are rotated by {_shown(grid)} (node {source.name}), not by the input {POSITION_IDS}"
+    known = all(term.symbol or values.is_input(term.source) for term, _ in terms)
+    return Refuted(told, source.name) if known else Unknown(told, source.name)
+
+
+def _against_run(values: Values, grid: Grid, source: fx.Node, run: Run) -> Refuted | Unknown | None:
+    base = grid.base.with_coords(lambda c: Coord(0, c.offset) if c.axis is not None else c)
+    steps = [step for step in grid.steps if step]
+    counted = steps == [1] or (not steps and run.length == ONE)
+    if counted and base == run.start:
+        return None
+    told = f"rows are rotated by {_shown(grid)} (node {source.name}), {run.cache} is written from {run.start} on"
+    known = all(_free(values, term) for term, _ in (base - run.start).terms)
+    return Refuted(told, source.name) if counted and known else Unknown(told, source.name)
+
+
+def _free(values: Values, term: Term) -> bool:
+    return term.symbol or values.is_input(term.source)
+
+
+def _shown(grid: Grid) -> str:
+    return f"{grid.base}{''.join(f' + {step}*i' for step in grid.steps if step)}"
+
+
+def _rotations_of(update: fx.Node) -> Iterator[fx.Node]:
+    """The cosines and sines that an update is made of, not counting those inside earlier layers."""
+    for node in _backwards([update], stop=rules.MATMUL | rules.SDPA | rules.SOFTMAX):
+        if str(node.target) in rules.ANGLES:
+            yield node
+
+
+def _integers_under(values: Values, angles: fx.Node) -> Iterator[fx.Node]:
+    """The integer tensors that an angle is computed from."""
+    pending, seen = list(angles.all_input_nodes), set(angles.all_input_nodes)
+    while pending:
+        node = pending.pop()
+        if values.is_integer(node):
+            if hasattr(node.meta["val"], "dtype"):
+                yield node
+            continue
+        fresh = [source for source in node.all_input_nodes if source not in seen]
+        seen.update(fresh)
+        pending += fresh
+
+
+def _backwards(nodes: list[fx.Node], stop: frozenset[str]) -> Iterator[fx.Node]:
+    pending, seen = list(nodes), set(nodes)
+    while pending:
+        node = pending.pop()
+        yield node
+        if str(node.target) in stop:
+            continue
+        fresh = [source for source in node.all_input_nodes if source not in seen]
+        seen.update(fresh)
+        pending += fresh
