@@ -13,7 +13,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,8 +21,9 @@ import structlog
 
 from shared.artifacts.collection import choose_removals
 from shared.artifacts.files import check_files, fsync, make_durable, tree_bytes
-from shared.artifacts.lease import LEASE_TTL_S, Lease
-from shared.artifacts.record import MANIFEST_NAME, SIGNATURE_NAME, ManifestHead, read_head, seal, unseal
+from shared.artifacts.lease import Lease
+from shared.artifacts.lease_files import LeaseFiles
+from shared.artifacts.record import MANIFEST_NAME, SIGNATURE_NAME, ManifestHead, is_artifact_id, read_head, seal, unseal
 from shared.artifacts.store import UNREADABLE, ArtifactHandle, ArtifactInfo, GCReport, ManifestVerifier, check_unused, not_found
 from shared.errors import ArtifactCorrupt, ArtifactNotFound, StoreUnavailable
 from shared.ids import ArtifactId, check_artifact_id, new_id
@@ -38,9 +39,10 @@ class LocalStore:
 
     def __init__(self, root: Path, *, verifier: ManifestVerifier | None = None, clock: Callable[[], float] = time.time) -> None:
         self._root, self._verifier, self._clock = root.resolve(), verifier, clock
-        self._staging, self._trash, self._leases = self._root / "staging", self._root / "trash", self._root / "leases"
+        self._staging, self._trash = self._root / "staging", self._root / "trash"
+        self._leases = LeaseFiles(self._root / "leases", clock)
         with self._disk():
-            for directory in (self._staging, self._trash, self._leases):
+            for directory in (self._staging, self._trash, self._root / "leases"):
                 directory.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
@@ -74,25 +76,20 @@ class LocalStore:
                 staged.rename(final)
                 fsync(final.parent)
                 fsync(self._root)
-            os.utime(final, (self._clock(),) * 2)
+                self._mark_used(final)
         return True
 
     def open(self, artifact_id: str) -> ArtifactHandle:
         directory = self._directory(artifact_id)
         with self._disk():
-            lease = self._lease(directory)
-            try:
-                manifest, head = self._check(directory)
-                os.utime(directory, (self._clock(),) * 2)
-            except BaseException:
-                lease.close()
-                raise
+            lease, manifest, head = self._hold(directory)
+            self._mark_used(directory)
         paths = {entry.path: directory / entry.path for entry in head.files}
         return ArtifactHandle(head.artifact_id, manifest, paths, lease.close)
 
     def verify(self, artifact_id: str) -> None:
         with self._disk():
-            self._check(self._directory(artifact_id))
+            self._hold(self._directory(artifact_id))[0].close()
 
     def manifest(self, artifact_id: str) -> bytes:
         with self._disk():
@@ -104,7 +101,7 @@ class LocalStore:
 
     def list(self, kind: str | None = None) -> tuple[ArtifactInfo, ...]:
         with self._disk():
-            infos = [info for directory in self._root.glob("[0-9a-f][0-9a-f]/*") if (info := self._info(directory))]
+            infos = [info for directory in self._visible() if (info := self._info(directory))]
         infos.sort(key=lambda info: (info.published_s, info.artifact_id))
         return tuple(info for info in infos if kind is None or info.kind == kind)
 
@@ -140,13 +137,12 @@ class LocalStore:
         with self._disk():
             before = tree_bytes(self._root)
             with self._locked():
-                self._drop_lapsed_leases()
+                self._leases.drop_lapsed()
                 chosen = choose_removals(self.list(), now_s=self._clock(), max_bytes=max_bytes, max_age_s=max_age_s)
                 for artifact_id in chosen:
                     self._hide(self._directory(artifact_id))
-                for directory in self._staging.iterdir():
-                    if _newest_mtime(directory) + STALE_STAGING_S < self._clock():
-                        self._hide(directory)
+                for directory in self._leftovers():
+                    self._hide(directory)
             failed = self._empty_trash()
             left = tree_bytes(self._root)
         removed = tuple(artifact_id for artifact_id in chosen if artifact_id not in failed)
@@ -185,13 +181,25 @@ class LocalStore:
             raise not_found(directory.name) from None
         return manifest, read_head(manifest, artifact_id=directory.name)
 
-    def _check(self, directory: Path) -> tuple[bytes, ManifestHead]:
-        manifest, head = self._read_manifest(directory)
-        if self._verifier is not None:
-            signature = directory / SIGNATURE_NAME
-            self._verifier(manifest, signature.read_bytes() if signature.is_file() else None)
-        check_files(directory, head.files)
-        return manifest, head
+    def _hold(self, directory: Path) -> tuple[Lease, bytes, ManifestHead]:
+        """Lease, then check every byte; no lease is left where the check fails."""
+        with self._locked():  # from here on no collection can choose it
+            if not directory.exists():
+                raise not_found(directory.name)
+            lease = self._leases.take(directory.name)
+        try:
+            manifest, head = self._read_manifest(directory)
+            if self._verifier is not None:
+                signature = directory / SIGNATURE_NAME
+                self._verifier(manifest, signature.read_bytes() if signature.is_file() else None)
+            check_files(directory, head.files)
+        except BaseException:
+            lease.close()
+            raise
+        return lease, manifest, head
+
+    def _mark_used(self, directory: Path) -> None:
+        os.utime(directory, (self._clock(),) * 2)
 
     def _is_damaged(self, artifact_id: str) -> bool:
         directory = self._directory(artifact_id)
@@ -204,8 +212,11 @@ class LocalStore:
             return True
         return False
 
+    def _visible(self) -> Iterator[Path]:
+        return (path for path in self._root.glob("[0-9a-f][0-9a-f]/*") if is_artifact_id(path.name))
+
     def _info(self, directory: Path) -> ArtifactInfo | None:
-        """None for what vanished while listing and for names that are no artifact's."""
+        """None for what has no manifest or vanished while listing."""
         try:
             head = self._read_manifest(directory)[1]
             artifact_id, kind, model_id = head.artifact_id, head.kind, head.model_id
@@ -224,46 +235,19 @@ class LocalStore:
             size_bytes=tree_bytes(directory),
             published_s=published_s,
             last_used_s=max(published_s, touched_s),
-            in_use=self._is_leased(directory.name),
+            in_use=self._leases.is_held(directory.name),
         )
 
-    # Leases
-
-    def _lease(self, directory: Path) -> Lease:
-        path = self._leases / directory.name / new_id()
-
-        def renew() -> None:
-            path.parent.mkdir(exist_ok=True)
-            path.touch()
-            os.utime(path, (self._clock(),) * 2)
-
-        def release() -> None:
-            path.unlink(missing_ok=True)
-
-        with self._locked():  # from here on no collection can choose it
-            if not directory.exists():
-                raise not_found(directory.name)
-            renew()
-        return Lease(renew, release)
-
-    def _is_leased(self, artifact_id: str) -> bool:
-        return any(not self._is_lapsed(path) for path in (self._leases / artifact_id).glob("*"))
-
-    def _is_lapsed(self, path: Path) -> bool:
-        try:
-            return path.stat().st_mtime + LEASE_TTL_S < self._clock()
-        except FileNotFoundError:
-            return True
-
-    def _drop_lapsed_leases(self) -> None:
-        for path in self._leases.glob("*/*"):
-            if self._is_lapsed(path):
-                path.unlink(missing_ok=True)
-        for directory in self._leases.iterdir():
-            if not any(directory.iterdir()):
-                directory.rmdir()
-
     # Removing
+
+    def _leftovers(self) -> Sequence[Path]:
+        """What dead writers and interrupted hands left: old staging directories, artifacts without a manifest."""
+
+        def newest_s(directory: Path) -> float:
+            return max(path.lstat().st_mtime for path in (directory, *directory.rglob("*")))
+
+        stale = [path for path in self._staging.iterdir() if newest_s(path) + STALE_STAGING_S < self._clock()]
+        return stale + [path for path in self._visible() if not (path / MANIFEST_NAME).exists()]
 
     def _hide(self, directory: Path) -> None:
         directory.rename(self._trash / f"{directory.name}-{new_id()}")
@@ -280,8 +264,3 @@ class LocalStore:
                 failed.add(ArtifactId(directory.name.partition("-")[0]))
                 _log.warning("artifact bytes not removed; the next collection tries again", path=str(directory), error=str(error))
         return failed
-
-
-def _newest_mtime(directory: Path) -> float:
-    times = [directory.stat().st_mtime, *(path.lstat().st_mtime for path in directory.rglob("*"))]
-    return max(times)

@@ -13,7 +13,6 @@ manifest. The bucket must support conditional puts (`If-None-Match`, `If-Match`)
 from __future__ import annotations
 
 import hashlib
-import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from shared.artifacts.collection import choose_removals
 from shared.artifacts.files import check_files
 from shared.artifacts.lease import LEASE_TTL_S, Lease
 from shared.artifacts.local import STALE_STAGING_S, LocalStore
-from shared.artifacts.record import MANIFEST_NAME, SIGNATURE_NAME, ManifestHead, read_head, seal, unseal
+from shared.artifacts.record import MANIFEST_NAME, SIGNATURE_NAME, ManifestHead, is_artifact_id, read_head, seal, unseal
 from shared.artifacts.store import UNREADABLE, ArtifactHandle, ArtifactInfo, GCReport, ManifestVerifier, check_unused, not_found
 from shared.errors import ArtifactCorrupt, ArtifactNotFound, StoreUnavailable
 from shared.ids import ArtifactId, check_artifact_id, new_id
@@ -35,7 +34,6 @@ from shared.manifest import FileEntry
 
 CACHE_BYTES = 64 << 30
 """What a host keeps of the bucket at most, beside what it has open."""
-_ID = re.compile(r"[0-9a-f]{64}")
 
 _log = structlog.get_logger(__name__)
 
@@ -199,7 +197,7 @@ class ObjectStore:
         found: dict[ArtifactId, list[Item]] = defaultdict(list)
         for item in self._bucket.items(prefix):
             name = item.path.partition("/")[0]
-            if _ID.fullmatch(name):
+            if is_artifact_id(name):
                 found[ArtifactId(name)].append(item)
         return found
 

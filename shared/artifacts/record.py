@@ -57,6 +57,11 @@ def check_file_name(name: str) -> str:
     return name
 
 
+def is_artifact_id(name: str) -> bool:
+    """Whether an entry found in a store has the form of an artifact's name; others are not ours to touch."""
+    return _DIGEST.fullmatch(name) is not None
+
+
 def seal(manifest: bytes) -> bytes:
     """`manifest` with its digest behind it. ValueError for a manifest with a line break: canonical JSON has none."""
     if b"\n" in manifest:

@@ -2,13 +2,11 @@
 
 A manifest names its artifact and the digest of every file, so a signature over it covers every byte that is loaded. Stored form:
 
-    ed25519 <key id, 16 hex digits> <signature, base64>
+    ed25519 <key id, 16 hex digits> <signature, 128 hex digits>
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,8 +22,11 @@ _PURPOSE = b"quire artifact manifest v1\0"
 
 
 def sign_manifest(key: Ed25519PrivateKey, manifest: bytes) -> bytes:
-    signature = base64.b64encode(key.sign(_PURPOSE + manifest)).decode()
-    return f"ed25519 {key_id(key.public_key())} {signature}\n".encode()
+    return _encode(key_id(key.public_key()), key.sign(_PURPOSE + manifest))
+
+
+def _encode(signer: str, value: bytes) -> bytes:
+    return f"ed25519 {signer} {value.hex()}\n".encode()
 
 
 class TrustedKeys:
@@ -41,12 +42,14 @@ class TrustedKeys:
         if signature is None:
             raise self._refusal("it has no signature; sign it with `quire artifacts sign`")
         try:
-            kind, signer, text = signature.decode().split()
-            value = base64.b64decode(text, validate=True)
-        except (ValueError, binascii.Error):
+            _, signer, text = signature.decode().split()
+            value = bytes.fromhex(text)
+        except ValueError:
             raise self._refusal("its signature is malformed") from None
-        if kind != "ed25519" or signer not in self._keys:
-            raise self._refusal(f"it is signed by {kind} key {signer[:32]!r}")
+        if signature != _encode(signer, value):
+            raise self._refusal("its signature is malformed")
+        if signer not in self._keys:
+            raise self._refusal(f"it is signed by key {signer[:32]!r}")
         try:
             self._keys[signer].verify(value, _PURPOSE + manifest)
         except InvalidSignature:

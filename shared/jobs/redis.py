@@ -162,7 +162,7 @@ class RedisQueue(StoredQueue):
             if not str(error).startswith("NOGROUP"):
                 raise
             await self._repair(await self._now())
-            return None
+            return await self._read_group(worker, block_ms)
         messages = [message for _, batch in (reply.items() if isinstance(reply, dict) else reply or ()) for message in batch]
         if not messages:
             return None

@@ -174,12 +174,12 @@ class StoredQueue(ABC):
     async def watch(self, job_id: str, *, after_sequence: int = 0) -> AsyncIterator[JobEvent]:
         sequence = after_sequence
         while True:
-            job = await self.get(job_id)  # before the events: what a terminal job has, has been stored
+            job = await self.get(job_id)  # before the events, so that a terminal job's are all there
             if job.last_sequence > sequence:
                 for event in await self._events(job_id, sequence):
                     yield event
                     sequence = event.sequence
-            if job.state.is_terminal and job.last_sequence <= sequence:
+            if job.state.is_terminal:
                 return
             await asyncio.sleep(POLL_S)
 

@@ -150,6 +150,20 @@ def test_an_engine_being_served_survives_its_removal(local: LocalBackend) -> Non
     assert not store.contains(A)
 
 
+def test_files_without_a_manifest_are_collected_and_strangers_are_not(local: LocalBackend) -> None:
+    """BR-150: a record that went without its files."""
+    store = local.open()
+    publish(store)
+    (local.directory(A) / MANIFEST_NAME).unlink()
+    for stranger in ("ab/notes", "lost+found/file"):
+        (local.root / stranger).mkdir(parents=True)
+        (local.root / stranger / MANIFEST_NAME).write_bytes(b"{}")
+    assert store.list() == ()
+    assert store.gc().freed_bytes == sum(map(len, FILES.values()))
+    assert not local.directory(A).exists()
+    assert store.gc(max_bytes=0, max_age_s=0).freed_bytes == 0
+
+
 def test_leases_leave_nothing_behind(local: LocalBackend) -> None:
     store = local.open()
     publish(store)
