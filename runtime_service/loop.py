@@ -197,7 +197,7 @@ class ServingLoop:
     def _serve(self) -> None:
         try:
             while self._closed is None:
-                if not self.turn():
+                if not self.turn() and self._closed is None:
                     self._wait()
         except Exception as error:  # noqa: BLE001 - nobody is above this frame; what is alive must not wait for ever
             _log.exception("serving_loop_died")
