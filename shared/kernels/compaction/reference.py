@@ -70,7 +70,8 @@ def _moves(group: BoundGroup, inputs: RoundInputs, request: int, layer: int, hea
     if group.mode is Mode.ORDERED:
         yield from zip(survivors, range(end - len(survivors), end), strict=True)
     else:
-        holes = [ordinal for ordinal in range(base, end) if ordinal not in set(survivors)]
+        kept = set(survivors)
+        holes = [ordinal for ordinal in range(base, end) if ordinal not in kept]
         yield from zip([ordinal for ordinal in survivors if ordinal >= end], holes, strict=True)
     yield from ((valid_len + i, end + i) for i in range(tail))
     if group.scrub:

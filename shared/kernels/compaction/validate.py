@@ -43,9 +43,10 @@ def _check_cache(name: str, cache: CacheLayout, device: torch.device, batch: int
 def _check_group(name: str, group: PoolGroup, layout: Layout, device: torch.device, batch: int) -> None:
     if not group.layers or list(group.layers) != sorted(set(group.layers)) or len(group.layers) != len(group.pools):
         _fail(f"{name}.layers", f"ascending layer indices, one for each of {len(group.pools)} pools", group.layers)
-    if (group.family is Family.MASKED_WINDOW) != (group.window is not None) or (group.window or 1) < 1:
+    masked = group.family is Family.MASKED_WINDOW
+    if masked != (group.window is not None) or (group.window is not None and group.window < 1):
         _fail(f"{name}.window", "at least 1 for a masked_window group and None for any other", f"{group.window} for {group.family}")
-    if group.mode is Mode.HOLE_FILLING and group.family is Family.MASKED_WINDOW:
+    if masked and group.mode is Mode.HOLE_FILLING:
         _fail(f"{name}.mode", "ordered: a sliding window is masked by physical order", group.mode)
     _check_table(f"{name}.block_table", group.block_table, device, batch)
     for layer, pool in zip(group.layers, group.pools, strict=True):

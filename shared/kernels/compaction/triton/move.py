@@ -13,7 +13,7 @@ NOTE split needs blocks to start in the order of their index (or all to be resid
 waits only for programs of a lower index, and no program waits before it has published.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
 # (kernels are compiled from their source; their arguments are no Python types)
 
 from __future__ import annotations

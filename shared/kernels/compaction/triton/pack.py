@@ -12,7 +12,7 @@ One program a (request, list row). It writes, for its list (`row = list_row * ba
 Cells are checked against the table and the pool here, so the move kernel cannot leave its pool whatever the inputs say.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
 # (kernels are compiled from their source; their arguments are no Python types)
 
 from __future__ import annotations

@@ -1,0 +1,129 @@
+"""Every mover equals the reference on every catalogued round, over every byte of every pool."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from shared.errors import BackendUnavailable
+from shared.kernels.build import find_compiler
+from shared.kernels.compaction import cpu, movers
+from shared.kernels.compaction.inputs import RequestRound
+from shared.kernels.compaction.layout import Mode
+from shared.kernels.compaction.movers import Mover
+from shared.kernels.compaction.params import compact
+from shared.kv_spec import DType
+from tests.support.compaction import catalogue
+from tests.support.compaction.case import Case, GroupCase, Rig, differing_bytes, run
+
+CPU = torch.device("cpu")
+CASES = catalogue.catalogue()
+
+
+@cache
+def expected_bytes(name: str) -> list[torch.Tensor]:
+    return run(CASES[name](), Mover.REFERENCE)
+
+
+@pytest.fixture(params=["compiled", "portable"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The two forms of the CPU mover."""
+    if request.param == "portable":
+        monkeypatch.setattr(cpu, "load_library", lambda *_: None)
+    elif find_compiler() is None:
+        pytest.skip("no C++ compiler on this host")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_catalogue(name: str, form: str) -> None:
+    assert differing_bytes(run(CASES[name](), Mover.CPU), expected_bytes(name)) == 0
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "unmapped" not in name])
+def test_catalogue_values_are_sound(name: str) -> None:
+    """The value check finds no fault in sound rounds, and lets them move."""
+    assert differing_bytes(run(CASES[name](), Mover.CPU, check_values=True), expected_bytes(name)) == 0
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_bound_geometry_serves_changing_rounds(mode: Mode, form: str) -> None:
+    """Decisions, tables and lengths change under one set of params; a page freed by round 1 is request 1's in round 2."""
+    table = np.array([[1, 2, 3], [4, 5, -1]], dtype=np.int32)
+    case = Case(4, (GroupCase(table, 7, layers=(0, 1), mode=mode),), (), keep_capacity=8, tail_capacity=1)
+    rigs = [Rig(case, CPU), Rig(case, CPU)]
+    built = [rig.build(mover, check_values=True) for rig, mover in zip(rigs, (Mover.CPU, Mover.REFERENCE), strict=True)]
+    rounds = [
+        ([catalogue.union([0, 3, 8, 11], valid_len=12)], table),
+        ([catalogue.union([1, 3], valid_len=4), catalogue.union([0, 2, 5, 9], valid_len=11, tail=1)], [[1, -1, -1], [4, 5, 3]]),
+        ([catalogue.union([0, 1], valid_len=2), catalogue.union([1, 2, 3, 4], base=1, valid_len=5)], [[1, 2, -1], [4, 5, 3]]),
+    ]
+    for requests, pages in rounds:
+        for rig, params in zip(rigs, built, strict=True):
+            rig.layout.groups[0].block_table.copy_(torch.tensor(np.array(pages)))
+            compact(params, rig.inputs.stage(requests))
+            assert params.fault() is None
+        assert differing_bytes(rigs[0].storages, rigs[1].storages) == 0
+
+
+def test_offsets_past_2_31(form: str) -> None:
+    """Byte offsets past 2^32, in a pool whose memory is mostly never touched."""
+    pool = torch.empty(5 << 30, dtype=torch.int8).as_strided((5, 2, 1, 2, 4), (1 << 30, 1 << 29, 8, 4, 1))
+    case = Case(2, (GroupCase(np.array([[4, 1, 3]], dtype=np.int32), 5, kv_heads=1, head_dim=4, dtype=DType.INT8),), ())
+    rig = Rig(Case(**{**vars(case), "keep_capacity": 4}), CPU)
+    group = rig.layout.groups[0]
+    object.__setattr__(group, "pools", (pool,))
+    for page in range(5):
+        pool[page] = torch.arange(16).view(2, 1, 2, 4) + 16 * page
+    expected = pool[[4, 1, 3]].clone()
+    compact(rig.build(Mover.CPU), rig.inputs.stage([catalogue.union([1, 4, 5], valid_len=6)]))
+    # Ordinal n lies on entry n // 2 of the table, slot n % 2: 1 -> 0, 4 -> 1, 5 -> 2.
+    assert torch.equal(pool[4, :, :, 0], expected[0, :, :, 1])
+    assert torch.equal(pool[4, :, :, 1], expected[2, :, :, 0])
+    assert torch.equal(pool[1, :, :, 0], expected[2, :, :, 1])
+    assert torch.equal(pool[1, :, :, 1], expected[1, :, :, 1])
+
+
+def test_only_the_active_requests_move() -> None:
+    """Rows past request_count are not touched even where their offsets say so."""
+    case = catalogue.dense(requests=(catalogue.union([3, 9]), catalogue.union([1, 20])))
+    rigs = [Rig(case, CPU) for _ in range(2)]
+    for rig, requests in zip(rigs, (case.requests, case.requests[:1]), strict=True):
+        rig.inputs.stage(requests)
+        compact(rig.build(Mover.CPU), 1)
+    assert differing_bytes(rigs[0].storages, rigs[1].storages) == 0
+
+
+@pytest.mark.parametrize("count", [-1, 3])
+def test_request_count_is_checked(count: int) -> None:
+    case = catalogue.dense()
+    rig = Rig(case, CPU)
+    params = rig.build(Mover.CPU)
+    rig.inputs.stage(case.requests)
+    with pytest.raises(ValueError, match=rf"request_count: expected 0\.\.2, got {count}"):
+        compact(params, count)
+    assert differing_bytes(rig.storages, Rig(case, CPU).storages) == 0
+
+
+def test_default_mover_is_the_devices() -> None:
+    assert movers.choose(None, CPU) is Mover.CPU
+    assert movers.choose(None, torch.device("cuda", 0)) is Mover.TRITON
+    assert movers.choose(Mover.REFERENCE, torch.device("cuda", 0)) is Mover.REFERENCE
+
+
+def test_mover_that_cannot_serve_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="mover: expected triton or reference for tensors on cuda:0, got cpu"):
+        movers.choose(Mover.CPU, torch.device("cuda", 0))
+    with pytest.raises(ValueError, match="mover: expected cpu or reference for tensors on cpu, got triton"):
+        movers.choose(Mover.TRITON, CPU)
+
+
+def test_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(movers.importlib.util, "find_spec", lambda _: None)
+    rig = Rig(catalogue.dense(requests=(RequestRound(np.zeros((1, 1), dtype=np.int32), 0, 1),)), CPU)
+    with pytest.raises(BackendUnavailable, match="needs triton"):
+        movers.bind(Mover.TRITON, (), rig.inputs, None)
