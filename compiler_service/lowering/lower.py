@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from compiler_service.export.program import DecoderProgram
 from compiler_service.lowering import spec
+from compiler_service.lowering.passes.canonical_order import canonical_order
 from compiler_service.lowering.passes.functionalize import functionalize
 from compiler_service.lowering.passes.page_caches import page_caches
 from compiler_service.lowering.passes.remove_dead_inputs import remove_dead_inputs
@@ -25,6 +26,7 @@ PASSES = (
     Stage(functionalize, (spec.nothing_mutates, spec.only_caches_change)),
     Stage(remove_dead_inputs, (spec.nothing_mutates, spec.only_caches_change, spec.everything_is_read)),
     Stage(take_sizes_from_tokens, (spec.nothing_mutates, spec.only_caches_change, spec.everything_is_read)),
+    Stage(canonical_order, (spec.nothing_mutates, spec.only_caches_change, spec.everything_is_read)),
 )
 """From the export to the form the proof compares with it."""
 

@@ -13,11 +13,15 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.utils import _pytree as pytree
 
 
-def rebuild(source: ExportedProgram, graph: fx.Graph, signature: ExportGraphSignature) -> ExportedProgram:
-    """`source` with another graph and signature over the same user inputs; what the signature no longer names is left behind."""
-    return _program(
-        source, graph, signature, source.range_constraints, source.module_call_graph, source.example_inputs, source.verifiers
-    )
+def rebuild(
+    source: ExportedProgram, graph: fx.Graph, signature: ExportGraphSignature, verifiers: list[type[Verifier]] | None = None
+) -> ExportedProgram:
+    """`source` with another graph and signature over the same user inputs; what the signature no longer names is left behind.
+
+    `verifiers` are those of the new graph's dialect, by default those of `source`.
+    """
+    kept = (source.range_constraints, source.module_call_graph, source.example_inputs)
+    return _program(source, graph, signature, *kept, verifiers or source.verifiers)
 
 
 def rebuild_in_place(

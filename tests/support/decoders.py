@@ -44,10 +44,7 @@ def random_model(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype 
         if parameter.dim() > 1:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 2 / parameter.shape[-1] ** 0.5)
         else:
-            parameter.copy_(
-                torch.rand(parameter.shape, generator=generator) * 0.5 + ("gemma" not in model.config.model_type) * 0.75
-            )
-        assert parameter.isfinite().all(), name
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) * 0.5 + smallest_norm)
     return model
 
 

@@ -53,6 +53,9 @@ def page_caches(program: DecoderProgram, proven: Collection[str]) -> DecoderProg
     bound = {binding: node_of[placeholder] for placeholder, binding in program.inputs.items()}
     layers = range(program.cache.num_layers)
     found = [_find_layer(layer, bound, proven) for layer in layers]
+    writes = {write.name for layer in found for write in (layer.k_write, layer.v_write)}
+    if returned := writes.intersection(program.program.graph_signature.user_outputs):
+        raise WriteNotProven(f"the step returns the cache {', '.join(sorted(returned))} writes; a pool cannot be returned")
 
     block_table, pools = _add_inputs(graph, program.cache, bound)
     for layer, pool in zip(found, pools, strict=True):
