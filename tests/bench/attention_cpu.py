@@ -41,7 +41,10 @@ class Shape:
 
 
 SHAPES = [
-    *(Shape(b, 1, length, dtype) for dtype, b, length in itertools.product((torch.float32, torch.bfloat16), (1, 4, 8), (128, 1024))),
+    *(
+        Shape(b, 1, length, dtype)
+        for dtype, b, length in itertools.product((torch.float32, torch.bfloat16), (1, 4, 8), (128, 1024))
+    ),
     *(Shape(b, 1, 1024, dtype, 32, 8, 128) for dtype, b in itertools.product((torch.float32, torch.bfloat16), (1, 8))),
     *(Shape(1, n, n, dtype) for dtype, n in itertools.product((torch.float32, torch.bfloat16), (16, 128, 512))),
     *(Shape(1, 128, 1024, dtype) for dtype in (torch.float32, torch.bfloat16)),
@@ -93,7 +96,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    print(f"implementation {implementation()}, {options.threads} threads, torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}")
+    print(
+        f"implementation {implementation()}, {options.threads} threads, torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+    )
     print(f"{'shape':34} {'cpp':>9} {'sdpa':>9} {'gather':>9} {'reference':>10}   us; sdpa/cpp gather/cpp")
     for shape in SHAPES:
         us = fastest_us(contestants(shape), options.repeat if shape.count < 128 else max(10, options.repeat // 10))

@@ -93,7 +93,7 @@ class DecodeKernel {
 
  private:
   static constexpr int64_t BLOCK = 64; // cells between two updates of the state: keys, values and scores stay in L1
-  static constexpr int64_t TILE = 4;   // cells scored at once
+  static constexpr int TILE = 4;   // cells scored at once
 
   const Problem& p;
   const Cells<T>& cells;
@@ -146,41 +146,33 @@ class DecodeKernel {
   // scores[r + h][t] = q[r + h] . keys[t], for H queries at once.
   template <int H>
   void score(int64_t r, int64_t count) {
-    constexpr int64_t tile = H > 2 ? 2 : TILE; // keeps H * tile sums and their operands in 16 registers
+    constexpr int tile = H > 2 ? 2 : TILE; // keeps H * tile sums and their operands in 16 registers
     for (int64_t t = 0; t < count; t += tile) {
       Vec sums[tile][H];
-      for (auto& of_cell : sums) {
-        for (Vec& sum : of_cell) {
-          sum = Vec(0.f);
-        }
-      }
-      const auto step = [&](int64_t d, const Pair (&x)[tile]) {
-        for (int64_t h = 0; h < H; ++h) {
+      unroll<tile * H>([&](auto i) { sums[i / H][i % H] = Vec(0.f); });
+      const auto step = [&](int64_t d, const auto& read) {
+        Vec lo[tile], hi[tile];
+        unroll<tile>([&](auto c) {
+          const Pair x = read(keys[t + c] + d);
+          lo[c] = x.lo;
+          hi[c] = x.hi;
+        });
+        unroll<H>([&](auto h) {
           const Pair y = load_pair(q.data() + (r + h) * width + d);
-          for (int64_t c = 0; c < tile; ++c) {
-            sums[c][h] = at::vec::fmadd(x[c].hi, y.hi, at::vec::fmadd(x[c].lo, y.lo, sums[c][h]));
-          }
-        }
+          unroll<tile>([&](auto c) { sums[c][h] = at::vec::fmadd(hi[c], y.hi, at::vec::fmadd(lo[c], y.lo, sums[c][h])); });
+        });
       };
       int64_t d = 0;
-      Pair x[tile];
       for (; d + STEP <= p.dim; d += STEP) {
-        for (int64_t c = 0; c < tile; ++c) {
-          x[c] = load_pair(keys[t + c] + d);
-        }
-        step(d, x);
+        step(d, [](const T* row) { return load_pair(row); });
       }
       if (d < p.dim) {
-        for (int64_t c = 0; c < tile; ++c) {
-          x[c] = load_some_pair(keys[t + c] + d, p.dim - d);
-        }
-        step(d, x);
+        step(d, [&](const T* row) { return load_some_pair(row, p.dim - d); });
       }
-      for (int64_t c = 0; c < tile; ++c) {
-        for (int64_t h = 0; h < H; ++h) {
-          scores[(r + h) * BLOCK + t + c] = at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, sums[c][h]);
-        }
-      }
+      unroll<tile * H>([&](auto i) {
+        const auto add = [](Vec& a, Vec& b) { return a + b; };
+        scores[(r + i % H) * BLOCK + t + i / H] = at::vec::vec_reduce_all<float>(add, sums[i / H][i % H]);
+      });
     }
   }
 
@@ -209,15 +201,18 @@ class DecodeKernel {
   void accumulate(int64_t r, Range seen) {
     const float* weights = scores.data() + r * BLOCK;
     for (int64_t d = 0; d < p.dim; d += STEP) {
-      Pair sums[H];
-      for (int64_t h = 0; h < H; ++h) {
-        sums[h] = load_pair(state.acc.data() + (r + h) * width + d);
-      }
+      Vec lo[H], hi[H];
+      unroll<H>([&](auto h) {
+        const float* acc = state.acc.data() + (r + h) * width + d;
+        lo[h] = Vec::loadu(acc);
+        hi[h] = Vec::loadu(acc + LANES);
+      });
       const auto add = [&](int64_t t, const Pair& x) {
-        for (int64_t h = 0; h < H; ++h) {
+        unroll<H>([&](auto h) {
           const Vec weight(weights[h * BLOCK + t]);
-          sums[h] = {at::vec::fmadd(weight, x.lo, sums[h].lo), at::vec::fmadd(weight, x.hi, sums[h].hi)};
-        }
+          lo[h] = at::vec::fmadd(weight, x.lo, lo[h]);
+          hi[h] = at::vec::fmadd(weight, x.hi, hi[h]);
+        });
       };
       if (d + STEP <= p.dim) {
         for (int64_t t = seen.begin; t < seen.end; ++t) {
@@ -228,11 +223,11 @@ class DecodeKernel {
           add(t, load_some_pair(values[t] + d, p.dim - d));
         }
       }
-      for (int64_t h = 0; h < H; ++h) {
+      unroll<H>([&](auto h) {
         float* acc = state.acc.data() + (r + h) * width + d;
-        sums[h].lo.store(acc);
-        sums[h].hi.store(acc + LANES);
-      }
+        lo[h].store(acc);
+        hi[h].store(acc + LANES);
+      });
     }
   }
 };

@@ -1,7 +1,7 @@
 // Attention of many queries a row: blocks of queries against blocks of cells, both products as register tiles.
 //
-// Queries of one block are the lanes: a panel is STEP queries, its scores lie cell by cell, so that scaling, masking, largest score
-// and sum run over whole vectors, and keys and values are read where they are, behind row addresses.
+// Queries of one block are the lanes: a panel is STEP queries, its scores lie cell by cell, so that masking, largest score and
+// sum run over whole vectors.
 #pragma once
 
 #include "cells.h"
@@ -22,12 +22,8 @@ class PrefillKernel {
   // `block`: most queries of a row taken at once.
   PrefillKernel(const Problem& problem, const Cells<T>& cells, int64_t block)
       : p(problem), cells(cells), width(round_up(p.dim, STEP)), panels(round_up(block * p.group, STEP) / STEP),
-        q(panels * p.dim * STEP), scores(BLOCK * STEP), acc(panels * STEP * width), top(panels * STEP), sum(panels * STEP) {
-    if (!direct) {
-      wide_keys.resize(BLOCK * width);
-      wide_values.resize(BLOCK * width);
-    }
-  }
+        q(panels * p.dim * STEP), scores(BLOCK * STEP), acc(panels * STEP * width), top(panels * STEP), sum(panels * STEP),
+        wide_keys(std::is_same_v<T, float> ? 0 : BLOCK * p.dim), values(BLOCK * width) {}
 
   // Queries `span` of (b, kv_head), from their scores to the output.
   void run(const Rows<const T>& rows, const Rows<T>& out, int64_t b, int64_t kv_head, Range span) {
@@ -44,23 +40,22 @@ class PrefillKernel {
   }
 
  private:
-  static constexpr int64_t BLOCK = 128; // cells a panel attends to before the next panel does
-  static constexpr int64_t TILE = 4;    // cells, then queries, of a register tile of STEP lanes
+  static constexpr int TILE = 6;              // rows of a register tile: with two vectors a row, 12 sums and their operands fit
+  static constexpr int64_t BLOCK = 16 * TILE; // cells a panel attends to before the next panel does
 
   const Problem& p;
   const Cells<T>& cells;
   const int64_t width, panels;
-  const bool direct = std::is_same_v<T, float> && width == p.dim; // rows serve as they are
-  int64_t used = 0;                                               // panels that hold queries of the present block
-  std::vector<float> q;      // [panels, dim, STEP], scaled
-  std::vector<float> scores; // [BLOCK, STEP] of one panel
-  std::vector<float> acc;    // [panels * STEP, width]
-  std::vector<float> top, sum; // [panels * STEP]
-  std::vector<float> wide_keys, wide_values; // [BLOCK, width]
+  int64_t used = 0;             // panels that hold queries of the present block
+  std::vector<float> q;         // [panels, dim, STEP], scaled
+  std::vector<float> scores;    // [BLOCK, STEP] of one panel
+  std::vector<float> acc;       // [panels * STEP, width]
+  std::vector<float> top, sum;  // [panels * STEP]
+  std::vector<float> wide_keys; // [BLOCK, dim], unless the cache's own rows serve
+  std::vector<float> values;    // [width / STEP, BLOCK, STEP]: a column of STEP is contiguous, whatever the cache's strides
   const T* key_rows[BLOCK];
   const T* value_rows[BLOCK];
   const float* keys[BLOCK];
-  const float* values[BLOCK];
 
   // Query i, head g of the group is row i * group + g; its panel is row / STEP, its lane row % STEP.
   void take(const Rows<const T>& rows, int64_t b, int64_t kv_head, Range span) {
@@ -84,13 +79,14 @@ class PrefillKernel {
     for (int64_t t = 0; t < count; ++t) {
       if constexpr (std::is_same_v<T, float>) {
         keys[t] = key_rows[t];
-        values[t] = value_rows[t];
+      } else {
+        float* to = wide_keys.data() + t * p.dim;
+        widen(key_rows[t], p.dim, to);
+        keys[t] = to;
       }
-      if (!direct) {
-        widen(key_rows[t], p.dim, wide_keys.data() + t * width);
-        widen(value_rows[t], p.dim, wide_values.data() + t * width);
-        keys[t] = wide_keys.data() + t * width;
-        values[t] = wide_values.data() + t * width;
+      for (int64_t d = 0; d < p.dim; d += STEP) {
+        const T* from = value_rows[t] + d;
+        store_pair(d + STEP <= p.dim ? load_pair(from) : load_some_pair(from, p.dim - d), values.data() + d * BLOCK + t * STEP);
       }
     }
     std::fill(keys + count, keys + round_up(count, TILE), keys[count - 1]); // whole tiles only; their scores are never used
@@ -117,26 +113,25 @@ class PrefillKernel {
   void score(int64_t panel, int64_t count) {
     const float* of_panel = q.data() + panel * p.dim * STEP;
     for (int64_t t = 0; t < count; t += TILE) {
-      Pair sums[TILE];
-      for (Pair& s : sums) {
-        s = {Vec(0.f), Vec(0.f)};
-      }
+      Vec lo[TILE], hi[TILE];
+      unroll<TILE>([&](auto c) { lo[c] = hi[c] = Vec(0.f); });
       for (int64_t d = 0; d < p.dim; ++d) {
         const Pair x = load_pair(of_panel + d * STEP);
-        for (int64_t c = 0; c < TILE; ++c) {
+        unroll<TILE>([&](auto c) {
           const Vec key(keys[t + c][d]);
-          sums[c] = {at::vec::fmadd(key, x.lo, sums[c].lo), at::vec::fmadd(key, x.hi, sums[c].hi)};
-        }
+          lo[c] = at::vec::fmadd(key, x.lo, lo[c]);
+          hi[c] = at::vec::fmadd(key, x.hi, hi[c]);
+        });
       }
-      for (int64_t c = 0; c < TILE; ++c) {
+      unroll<TILE>([&](auto c) {
         float* to = scores.data() + (t + c) * STEP;
-        if (p.softcap > 0.f) {
-          const Vec cap(p.softcap), inverse(1.f / p.softcap);
-          sums[c] = {cap * (sums[c].lo * inverse).tanh(), cap * (sums[c].hi * inverse).tanh()};
-        }
-        sums[c].lo.store(to);
-        sums[c].hi.store(to + LANES);
-      }
+        lo[c].store(to);
+        hi[c].store(to + LANES);
+      });
+    }
+    if (p.softcap > 0.f) {
+      const Vec cap(p.softcap), inverse(1.f / p.softcap);
+      at::vec::map<float>([&](Vec x) { return cap * (x * inverse).tanh(); }, scores.data(), scores.data(), count * STEP);
     }
   }
 
@@ -176,26 +171,40 @@ class PrefillKernel {
   }
 
   void accumulate(int64_t panel, int64_t count) {
-    for (int64_t lane = 0; lane < STEP; lane += TILE) {
-      float* of_tile = acc.data() + (panel * STEP + lane) * width;
-      for (int64_t d = 0; d < width; d += STEP) {
-        Pair sums[TILE];
-        for (int64_t c = 0; c < TILE; ++c) {
-          sums[c] = load_pair(of_tile + c * width + d);
-        }
-        for (int64_t t = 0; t < count; ++t) {
-          const Pair x = load_pair(values[t] + d);
-          for (int64_t c = 0; c < TILE; ++c) {
-            const Vec weight(scores[t * STEP + lane + c]);
-            sums[c] = {at::vec::fmadd(weight, x.lo, sums[c].lo), at::vec::fmadd(weight, x.hi, sums[c].hi)};
-          }
-        }
-        for (int64_t c = 0; c < TILE; ++c) {
-          sums[c].lo.store(of_tile + c * width + d);
-          sums[c].hi.store(of_tile + c * width + d + LANES);
-        }
+    for (int64_t d = 0; d < width; d += STEP) {
+      int64_t lane = 0;
+      for (; lane + TILE <= STEP; lane += TILE) {
+        accumulate_tile<TILE>(panel, lane, d, count);
+      }
+      if constexpr (STEP % TILE > 0) {
+        accumulate_tile<STEP % TILE>(panel, lane, d, count);
       }
     }
+  }
+
+  // acc += weights . values for N lanes of a panel and STEP columns from d.
+  template <int N>
+  void accumulate_tile(int64_t panel, int64_t lane, int64_t d, int64_t count) {
+    const float* column = values.data() + d * BLOCK;
+    const float* weights = scores.data() + lane;
+    float* sums = acc.data() + (panel * STEP + lane) * width + d;
+    Vec lo[N], hi[N];
+    unroll<N>([&](auto c) {
+      lo[c] = Vec::loadu(sums + c * width);
+      hi[c] = Vec::loadu(sums + c * width + LANES);
+    });
+    for (int64_t t = 0; t < count; ++t) {
+      const Pair x = load_pair(column + t * STEP);
+      unroll<N>([&](auto c) {
+        const Vec weight(weights[t * STEP + c]);
+        lo[c] = at::vec::fmadd(weight, x.lo, lo[c]);
+        hi[c] = at::vec::fmadd(weight, x.hi, hi[c]);
+      });
+    }
+    unroll<N>([&](auto c) {
+      lo[c].store(sums + c * width);
+      hi[c].store(sums + c * width + LANES);
+    });
   }
 
   void store(const Rows<T>& out, int64_t b, int64_t kv_head, Range span) const {

@@ -3,6 +3,7 @@
 
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
+#include <c10/util/Unroll.h>
 
 #include <cstdint>
 #include <type_traits>
@@ -16,6 +17,12 @@ constexpr int64_t STEP = 2 * LANES; // elements taken at once: one vector of a 1
 struct Pair {
   Vec lo, hi;
 };
+
+// body(0), body(1), .. body(N - 1), written out: arrays indexed inside stay in registers.
+template <int N, typename Body>
+inline void unroll(const Body& body) {
+  c10::ForcedUnroll<N>{}(body);
+}
 
 constexpr int64_t round_up(int64_t size, int64_t multiple) {
   return (size + multiple - 1) / multiple * multiple;
@@ -41,13 +48,16 @@ inline Pair load_some_pair(const T* from, int64_t count) {
   return load_pair(wide);
 }
 
+inline void store_pair(const Pair& x, float* to) {
+  x.lo.store(to);
+  x.hi.store(to + LANES);
+}
+
 template <typename T>
 inline void widen(const T* from, int64_t count, float* to) {
   int64_t i = 0;
   for (; i + STEP <= count; i += STEP) {
-    const Pair x = load_pair(from + i);
-    x.lo.store(to + i);
-    x.hi.store(to + i + LANES);
+    store_pair(load_pair(from + i), to + i);
   }
   for (; i < count; ++i) {
     to[i] = static_cast<float>(from[i]);
