@@ -7,6 +7,7 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from compiler_service.ingest.families import BY_ARCHITECTURE, SUPPORTED, Family
 from shared.errors import SourceInvalid, UnsafeSource, UnsupportedModel
@@ -52,6 +53,7 @@ def build_config(family: Family, fields: Mapping[str, Any]) -> PreTrainedConfig:
         config = family.config(fields)
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         raise SourceInvalid(f"the config does not describe a {family.architecture}: {error}") from error
+    _check_activation(config)
     _check_heads(config)
     _check_layers(config)
     _check_rope(config)
@@ -63,12 +65,16 @@ def head_dim(config: PreTrainedConfig) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
+def _check_activation(config: PreTrainedConfig) -> None:
+    name = getattr(config, "hidden_activation", None) or config.hidden_act
+    if name not in ACT2FN:
+        raise SourceInvalid(f"hidden_act must be an activation transformers knows; the config has {str(name)[:40]!r}")
+
+
 def _check_heads(config: PreTrainedConfig) -> None:
     queries, keys = config.num_attention_heads, config.num_key_value_heads
     if queries % keys:
         raise SourceInvalid(f"num_attention_heads {queries} must be a multiple of num_key_value_heads {keys}")
-    if head_dim(config) % 2:
-        raise SourceInvalid(f"rotary positions need an even head_dim; the config gives {head_dim(config)}")
 
 
 def _check_layers(config: PreTrainedConfig) -> None:
