@@ -1,0 +1,253 @@
+"""Random interleavings of everything that can happen to the real serving loop.
+
+Requests come, are cancelled, miss deadlines, lose their readers, are compacted and preempted at any moment; steps fail; engines are
+unloaded and loaded again. Whatever the order: pages return to the baseline, every stream ends once, and every request gets its own
+tokens: all of them if it finished, the first of them if it was ended.
+
+The loop's thread is not started; its turns are rules like the others, so an interleaving is a value that hypothesis can shrink.
+`QUIRE_INTERLEAVINGS=1000` runs a thousand of them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from runtime_service.core.params import CompactionParams, SamplingParams
+from runtime_service.core.request import GenerationRequest
+from runtime_service.core.sequence import Sequence, Status
+from runtime_service.loop import ServingLoop
+from runtime_service.sampling import SamplerState, sample
+from runtime_service.session.session import EngineSession
+from runtime_service.streaming.events import Finished, FinishReason
+from shared.errors import InternalError, QueueFull
+from shared.kv_spec import Layout
+from tests.support.serving import RecordingStream, request, rounds_of, run, submit
+from tests.support.tiny_engine import VOCAB, Oracle, Round, TinyEngine, TinyModel, tiny_tokenizer
+
+INTERLEAVINGS = int(os.environ.get("QUIRE_INTERLEAVINGS", "20"))
+PROMPTS = ((1, 2, 3), (7,) * 11, (5,), tuple(range(30, 53)), (9, 8, 7, 6))
+MODELS = {"paged": TinyModel(), "linear": TinyModel(seed=1), "sliding": TinyModel(seed=2, window=5)}
+NUM_PAGES = {"paged": 15, "linear": 4, "sliding": 13}
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def make_engine(name: str) -> TinyEngine:
+    layout = Layout.LINEAR if name == "linear" else Layout.PAGED
+    return TinyEngine(MODELS[name], layout=layout, max_len=48, profiles=("decode=4x1", "prefill=2x6"))
+
+
+@lru_cache(maxsize=4096)
+def expected_tokens(
+    engine: str, prompt: tuple[int, ...], count: int, rounds: tuple[Round, ...], sampling: SamplingParams, index: int
+) -> list[int]:
+    state = SamplerState.create(sampling, prompt, vocab_size=VOCAB, sample_index=index)
+
+    def choose(logits: np.ndarray) -> int:
+        (token,) = sample(torch.from_numpy(logits)[None], [state])
+        assert not isinstance(token, InternalError)
+        return token.token_id
+
+    return Oracle(MODELS[engine]).expected_tokens(prompt, count, rounds, choose)
+
+
+@dataclass
+class Live:
+    request: GenerationRequest
+    stream: RecordingStream
+    disconnected: bool = False
+
+
+compactions = st.none() | st.builds(
+    CompactionParams,
+    policy=st.sampled_from(["sink_recent", "knorm"]),
+    budget=st.integers(6, 12),
+    interval=st.integers(1, 9),
+    sinks=st.integers(0, 3),
+)
+samplings = st.just(GREEDY) | st.builds(SamplingParams, temperature=st.just(1.0), seed=st.integers(0, 3), n=st.integers(1, 3))
+
+
+class ServingMachine(RuleBasedStateMachine):
+    @initialize()
+    def start(self) -> None:
+        self.now = 0.0
+        self.loop = ServingLoop(max_waiting=6, clock=lambda: self.now)
+        self.all: list[Live] = []
+        self.engines: dict[str, TinyEngine] = {}
+        for name in MODELS:
+            self.load(name)
+
+    def load(self, name: str) -> None:
+        self.engines[name] = make_engine(name)
+        self.loop.add_engine(name, self.engines[name], tiny_tokenizer(), NUM_PAGES[name])
+
+    def session(self, name: str) -> EngineSession:
+        return self.loop._sessions[name]
+
+    def alive(self) -> list[Live]:
+        return [live for live in self.all if live.request.request_id in self.loop._alive]
+
+    def running(self) -> list[tuple[EngineSession, Sequence]]:
+        return [(session, s) for session in self.loop._sessions.values() for s in session.scheduler.running]
+
+    # ---- what may happen ----
+
+    @rule(
+        engine=st.sampled_from(sorted(MODELS)),
+        prompt=st.sampled_from(PROMPTS),
+        max_tokens=st.integers(1, 22),
+        compaction=compactions,
+        sampling=samplings,
+        priority=st.integers(-1, 1),
+        queue_s=st.none() | st.integers(1, 60),
+        run_s=st.none() | st.integers(1, 90),
+    )
+    def generate(self, engine, prompt, max_tokens, compaction, sampling, priority, queue_s, run_s) -> None:
+        wanted = request(
+            prompt,
+            max_tokens,
+            engine=engine,
+            sampling=sampling,
+            compaction=compaction,
+            priority=priority,
+            queue_deadline=None if queue_s is None else self.now + queue_s,
+            run_deadline=None if run_s is None else self.now + run_s,
+        )
+        try:
+            (stream,) = submit(self.loop, wanted)
+        except QueueFull:
+            return
+        self.all.append(Live(wanted, stream))
+
+    @rule(turns=st.integers(1, 12))
+    def take_turns(self, turns: int) -> None:
+        for _ in range(turns):
+            self.loop.turn()
+            self.now += 1.0
+
+    @precondition(lambda self: self.alive())
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        assert self.loop.abort(data.draw(st.sampled_from(self.alive())).request.request_id)
+
+    @precondition(lambda self: self.alive())
+    @rule(data=st.data())
+    def cancel_during_a_step(self, data: st.DataObject) -> None:
+        live = data.draw(st.sampled_from(self.alive()))
+        engine = self.engines[live.request.engine]
+        engine.on_run = lambda inputs: self.loop.abort(live.request.request_id)
+        self.loop.turn()
+        engine.on_run = None
+
+    @precondition(lambda self: self.alive())
+    @rule(data=st.data())
+    def disconnect(self, data: st.DataObject) -> None:
+        live = data.draw(st.sampled_from(self.alive()))
+        live.disconnected = True
+        live.stream.close()
+
+    @rule(seconds=st.integers(1, 40))
+    def let_time_pass(self, seconds: int) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: self.running())
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        session, sequence = data.draw(st.sampled_from(self.running()))
+        session.scheduler.preempt(sequence)
+
+    @precondition(lambda self: any(may_be_compacted(s) for _, s in self.running()))
+    @rule(data=st.data())
+    def compact(self, data: st.DataObject) -> None:
+        session, sequence = data.draw(st.sampled_from([(e, s) for e, s in self.running() if may_be_compacted(s)]))
+        assert session.compactor.run([sequence])
+
+    @rule(engine=st.sampled_from(sorted(MODELS)))
+    def fail_a_step(self, engine: str) -> None:
+        def fail(inputs: object) -> None:
+            raise RuntimeError("device lost")
+
+        self.engines[engine].on_run = fail
+        self.loop.turn()
+        self.engines[engine].on_run = None
+
+    @rule(engine=st.sampled_from(sorted(MODELS)))
+    def unload_and_load_again(self, engine: str) -> None:
+        thread = threading.Thread(target=self.loop.remove_engine, args=(engine,))
+        thread.start()
+        while thread.is_alive():
+            self.loop.turn()
+            thread.join(0.0005)
+        assert self.engines[engine].closed
+        self.load(engine)
+
+    # ---- what must hold ----
+
+    @invariant()
+    def pages_are_owned_by_what_runs_and_by_nothing_else(self) -> None:
+        if not hasattr(self, "loop"):
+            return
+        for session in self.loop._sessions.values():
+            session.allocator.check_integrity()
+            owned = [page for sequence in session.scheduler.running for page in sequence.pages]
+            assert len(set(owned)) == len(owned) == session.allocator.num_used
+            for sequence in session.scheduler.running:
+                assert sequence.physical_len <= sequence.request.max_physical
+                assert sequence.physical_len <= len(sequence.pages) * session.pool.spec.page_size
+
+    @invariant()
+    def no_stream_hears_anything_after_its_end(self) -> None:
+        assert all(live.stream.after_end == [] for live in getattr(self, "all", []))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "loop"):
+            return
+        run(self.loop)
+        assert self.loop._alive == {}
+        for load in self.loop.load().engines:
+            assert (load.pages_free, load.pages_leaked) == (load.pages_total, 0)
+        for live in self.all:
+            check(live)
+        self.loop.stop()
+
+
+def may_be_compacted(sequence: Sequence) -> bool:
+    compaction = sequence.request.compaction
+    return compaction is not None and sequence.remaining == 1 and sequence.physical_len > compaction.budget
+
+
+def check(live: Live) -> None:
+    """One end, and of every sample the tokens that are its own."""
+    wanted, stream = live.request, live.stream
+    assert live.disconnected or stream.is_ended
+    for index, sequence in enumerate(stream.sequences):
+        assert (sequence.status, sequence.pages) == (Status.FINISHED, [])
+        tokens = stream.tokens(index)
+        expected = expected_tokens(
+            wanted.engine, wanted.prompt_ids, wanted.stop.max_tokens, tuple(rounds_of(sequence)), wanted.sampling, index
+        )
+        ends = [event for event in stream.events if isinstance(event, Finished) and event.index == index]
+        assert len(ends) <= 1
+        if ends and ends[0].reason is FinishReason.LENGTH:
+            assert tokens == expected
+        else:
+            assert tokens == expected[: len(tokens)]
+            assert len(tokens) < wanted.stop.max_tokens
+        for round_ in rounds_of(sequence):
+            assert len(round_.kept) == wanted.compaction.budget
+            assert round_.kept[: wanted.compaction.sinks] == tuple(range(wanted.compaction.sinks))
+
+
+TestServing = ServingMachine.TestCase
+TestServing.settings = settings(
+    max_examples=INTERLEAVINGS, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
