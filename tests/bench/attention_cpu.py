@@ -2,8 +2,9 @@
 
     python -m tests.bench.attention_cpu [--threads N] [--repeat N]
 
-Prints one row a shape: microseconds of each and the op's speed as a ratio of SDPA's on the contiguous cache (1.00 = as fast; SDPA gets the
-rows written for free there, the op writes them). Run it on a quiet machine; the contestants alternate, the fastest of each is kept.
+Prints one row a shape: microseconds of each, and how many times as long SDPA and the gather take as the op (above 1.00 the op is
+faster; it also writes the new rows, which the others find written). The contestants alternate and the fastest call of each counts;
+still, run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -96,9 +97,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    print(
-        f"implementation {implementation()}, {options.threads} threads, torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
-    )
+    capability = torch.backends.cpu.get_cpu_capability()
+    print(f"implementation {implementation()}, {options.threads} threads, torch {torch.__version__}, {capability}")
     print(f"{'shape':34} {'cpp':>9} {'sdpa':>9} {'gather':>9} {'reference':>10}   us; sdpa/cpp gather/cpp")
     for shape in SHAPES:
         us = fastest_us(contestants(shape), options.repeat if shape.count < 128 else max(10, options.repeat // 10))

@@ -43,8 +43,8 @@ def paged_attend(
 ) -> Tensor:
     """Write new rows into a pool, in place, and attend through the block table; shapes and meaning as in `reference.paged_attend`.
 
-    ValueError on arguments that do not fit, with the pool untouched. Rows of one call must not write the same cell, but for rows that
-    pad a batch, which share the dump page.
+    ValueError on arguments that do not fit, with the pool untouched. Rows of one call must not write the same cell, except for
+    rows that pad a batch: they share the dump page.
     """
     load_ops()
     check_paged_attend(q, k, v, pool, block_table, start, page_dim, window, softcap, sinks)

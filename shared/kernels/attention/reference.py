@@ -45,7 +45,8 @@ def attend(
 
     Query i of row b sits at cell `start[b] + i` and sees cells `j <= start[b] + i`, of those only the newest `window`, itself
     included, where there is one. Query head h reads kv head `h // (H // K)`. Scores are `scale * q.k`; `softcap` c makes them
-    `c * tanh(score / c)`; `sinks [H]` adds one logit a head to the softmax's denominator. No cell that no query of its row sees is read.
+    `c * tanh(score / c)`; `sinks [H]` adds one logit a head to the softmax's denominator. Cells that no query of their row
+    sees are not read.
     """
     out = empty_output(q)
     count = q.shape[2]

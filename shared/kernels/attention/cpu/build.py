@@ -1,7 +1,7 @@
 """Build the compiled CPU kernels on first use and load them.
 
-One library a (source, torch, processor) digest, in `$QUIRE_CACHE/kernels/<digest>/` (default `~/.cache/quire`). Processes that ask at once
-build once: the first holds a file lock, the others wait for it and find the finished library.
+One library for each digest of source, torch and processor, in `$QUIRE_CACHE/kernels/<digest>/` (default `~/.cache/quire`).
+Processes that ask at once build once: the first holds a file lock, the others wait for it and find the finished library.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def load_kernels() -> Path:
     """
     library = build_kernels(cache_directory())
     try:
-        torch.ops.load_library(library)
+        torch.ops.load_library(library)  # type: ignore[no-untyped-call]  # torch leaves it without types
     except OSError as error:
         raise BuildError(f"{library} does not load: {error.__cause__ or error}; delete its folder to build it again") from error
     return library
@@ -73,7 +73,7 @@ def _build(command: list[str], home: Path) -> None:
         out = Path(scratch) / "out"
         out.mkdir()
         try:
-            done = subprocess.run(
+            done = subprocess.run(  # noqa: S603 - the compiler from PATH or CXX, on our own source
                 [*command, "-o", str(out / _LIBRARY)], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
             )
         except subprocess.TimeoutExpired as error:
