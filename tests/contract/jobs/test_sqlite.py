@@ -11,8 +11,9 @@ import pytest
 from shared.errors import BackendUnavailable, StoreUnavailable
 from shared.jobs.job import JobState
 from shared.jobs.locate import open_queue
+from shared.jobs.queue import QueuePolicy
 from shared.jobs.sqlite import SQLiteQueue
-from tests.support.job_queues import claim, submit, succeed
+from tests.support.job_queues import ManualClock, claim, submit, succeed
 
 
 async def test_a_file_survives_its_queue(tmp_path: Path) -> None:
@@ -55,6 +56,19 @@ async def test_a_change_that_fails_half_way_leaves_nothing(tmp_path: Path) -> No
     await queue._run(lambda: queue._db.execute("DROP TRIGGER full"))
     assert (await queue.get(job_id)).state is JobState.QUEUED
     assert (await claim(queue)).job.attempt == 1
+    await queue.close()
+
+
+async def test_a_forgotten_job_leaves_no_row_behind(tmp_path: Path) -> None:
+    clock = ManualClock()
+    queue = SQLiteQueue(tmp_path / "queue.db", QueuePolicy(), clock)
+    await submit(queue)
+    await succeed(queue, await claim(queue))
+    clock.advance(QueuePolicy().retention_s + 1)
+    await queue.reclaim()
+    for table in ("jobs", "requests", "events"):
+        query = f"SELECT count(*) FROM {table}"
+        assert await queue._run(lambda query=query: queue._db.execute(query).fetchone()) == (0,)
     await queue.close()
 
 
