@@ -2,9 +2,9 @@
 
     python -m tests.support.queue_process LOCATION ROLE [STORE]
 
-`hold` claims one job, prints its id, and on a line from stdin tries to finish it. `drain` finishes jobs until there are none.
-`submit` submits jobs for ever. `serve` works as a compiler replica does, for ever: it builds, publishes to the artifact store
-in STORE, sometimes fails, and outlives the queue's outages. Each prints one line for everything the queue acknowledged.
+`hold` claims one job, prints its id, and on a line from stdin tries to finish it. `drain` finishes jobs until none comes for two
+seconds. `submit` submits jobs for ever. `serve` works as a compiler replica does, for ever: it builds, publishes to the artifact
+store in STORE, sometimes fails, and outlives the queue's outages. Each prints one line for everything the queue acknowledged.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ async def hold(queue: JobQueue) -> None:
 
 
 async def drain(queue: JobQueue) -> None:
-    while (claimed := await queue.claim(NAME)) is not None:
+    while (claimed := await queue.claim(NAME, wait_s=2.0)) is not None:
         await succeed(queue, claimed)
         say(claimed.job.job_id)
 

@@ -83,6 +83,14 @@ async def test_a_succeeded_job_can_be_passed_over_when_its_artifact_is_gone(queu
     assert (await submit(queue, "r-3")).job.job_id == second
 
 
+async def test_a_request_keeps_its_job_when_a_newer_one_of_its_spec_exists(queue: JobQueue) -> None:
+    old = (await submit(queue, "r-1")).job.job_id
+    await succeed(queue, await claim(queue))
+    await queue.submit(request_id="r-2", spec=b"{}", spec_digest="digest", limits=JobLimits(), reuse_finished=False)
+    assert (await submit(queue, "r-1")).job.job_id == old
+    assert (await submit(queue, "r-3")).job.job_id != old, "a new request joins the newest"
+
+
 async def test_a_new_run_of_a_finished_spec_starts_fresh(queue: JobQueue, clock: ManualClock) -> None:
     """BR-135: a re-used key must not inherit the earlier run's times and attempts."""
     await submit(queue, "r-1")
