@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 
@@ -18,8 +17,10 @@ class Channel:
 
     def __init__(self) -> None:
         # Libraries and compilers print where they like: their standard output becomes standard error, the pipe stays ours.
-        self._commands, self._reports = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+        self._reports = os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
+        # Unbuffered: a thread that waits in a buffered reader holds its lock, and Python aborts over that when it ends.
+        self._commands = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - open as long as the process
         self._allowed = threading.Event()
         self._last_stage, self._last_report = "", 0.0
 
