@@ -8,6 +8,7 @@ H200 script uses it too.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from shared.kernels.compaction.layout import CacheLayout, Family, Mode, PoolGrou
 from shared.kernels.compaction.movers import Mover
 from shared.kernels.compaction.params import CompactionParams, build_compaction_params, compact
 from shared.kv_spec import DType, Layout
+
+if TYPE_CHECKING:
+    from shared.kernels.compaction.triton.mover import Tuning
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,19 @@ class Rig:
             self.layout, row_mode=self.case.row_mode, keep_capacity=keep_capacity, tail_capacity=self.case.tail_capacity
         )
 
-    def build(self, mover: Mover, check_values: bool = False) -> CompactionParams:
-        return build_compaction_params(
+    def build(self, mover: Mover, check_values: bool = False, tuning: Tuning | None = None) -> CompactionParams:
+        """`tuning`: of the Triton mover, in place of its default."""
+        params = build_compaction_params(
             self.layout, self.inputs, draft=self.draft, scrub=self.case.scrub, check_values=check_values, mover=mover
         )
+        if tuning is None:
+            return params
+        from shared.kernels.compaction.triton import (
+            mover as triton_mover,
+        )  # optional, and bound to the interpreter or not on import
+
+        key = params.check.key if params.check is not None else None
+        return replace(params, _launch=triton_mover.bind(params.groups, self.inputs, key, tuning))
 
     def _cache(self, groups: tuple[GroupCase, ...]) -> CacheLayout:
         bound = []
@@ -112,10 +125,16 @@ def unique_words(count: int, salt: int, device: torch.device) -> torch.Tensor:
     return words
 
 
-def run(case: Case, mover: Mover, device: torch.device | str = "cpu", check_values: bool = False) -> list[torch.Tensor]:
+def run(
+    case: Case,
+    mover: Mover,
+    device: torch.device | str = "cpu",
+    check_values: bool = False,
+    tuning: Tuning | None = None,
+) -> list[torch.Tensor]:
     """All bytes after the round. With `check_values` a fault of the inputs raises AssertionError."""
     rig = Rig(case, torch.device(device))
-    params = rig.build(mover, check_values)
+    params = rig.build(mover, check_values, tuning)
     compact(params, rig.inputs.stage(case.requests))
     assert params.fault() is None, str(params.fault())
     return rig.storages

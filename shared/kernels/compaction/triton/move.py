@@ -1,7 +1,7 @@
 """Move: executes packed lists of moves on the K and V rows of one (request, layer, head) each. Rows are bytes.
 
-A tile is TILE_ROWS moves, loaded whole before any of it is stored. `BLOCK` vectors of WIDTH elements cover it flat, ROW_VECTORS to
-a row, so rows whose length is no power of two waste no lanes. Three ways to share out the work:
+A tile is as many moves as fit BLOCK vectors of WIDTH elements, ROW_VECTORS to a row (so rows whose length is no power of two waste
+no lanes); it is loaded whole before any of it is stored. Three ways to share out the work:
 
     walk    one program walks an ordered list front to back; the next tile's loads are in flight while this one is stored, which
             is safe because a store only clobbers sources of its own or earlier tiles
@@ -49,16 +49,14 @@ def _load_tile(
     PAGE_SIZE: tl.constexpr,
     ROW_VECTORS: tl.constexpr,
     WIDTH: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     KV_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
 ):
-    """Destination cell (-1: none) of each vector `[BLOCK]`, and K and V bytes `[BLOCK, WIDTH]`, of moves `move..` up to `end`."""
-    vector = tl.arange(0, BLOCK)
-    row = vector // ROW_VECTORS
-    live = (vector < TILE_ROWS * ROW_VECTORS) & (move + row < end)
+    """The tile of moves from `move` on, up to `end`: destination cell (-1: none) of each vector `[BLOCK]`, K and V `[BLOCK, WIDTH]`."""
+    row = tl.arange(0, BLOCK) // ROW_VECTORS
+    live = (row < BLOCK // ROW_VECTORS) & (move + row < end)
     src = tl.load(src_cells + move + row, mask=live, other=-1)
     dst = tl.load(dst_cells + move + row, mask=live, other=-1)
     source = _rows(keys, src, PAGE_SIZE, ROW_VECTORS, WIDTH, BLOCK, PAGE_STRIDE, TOKEN_STRIDE)
@@ -93,76 +91,52 @@ def _keys_of(pool_pointers, layer, head, UNIT: tl.constexpr, HEAD_STRIDE: tl.con
     return tl.multiple_of(pool, ALIGNMENT) + head.to(tl.int64) * HEAD_STRIDE
 
 
-@triton.jit(do_not_specialize=["requests", "programs"])
+@triton.jit(do_not_specialize=["requests", "batch", "heads", "capacity", "layer_step", "head_step", "programs"])
 def walk_kernel(
     pool_pointers,
     src_cells,
     dst_cells,
     spans,
     requests,
+    batch,
+    heads,
+    capacity,
+    layer_step,
+    head_step,
     programs,
     FREE: tl.constexpr,
-    BATCH: tl.constexpr,
-    HEADS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    LAYER_STEP: tl.constexpr,
-    HEAD_STEP: tl.constexpr,
     UNIT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     ROW_VECTORS: tl.constexpr,
     WIDTH: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     KV_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
 ):
-    """Grid: layers * requests * HEADS lists (head fastest) * programs (fastest of all; 1 unless FREE)."""
+    """Grid: layers * requests * heads lists (head fastest) * programs (fastest of all; 1 unless FREE)."""
+    TILE_ROWS: tl.constexpr = BLOCK // ROW_VECTORS
     program = tl.program_id(0) % programs
     list_index = tl.program_id(0) // programs
-    head = list_index % HEADS
-    request = list_index // HEADS % requests
-    layer = list_index // HEADS // requests
+    head = list_index % heads
+    request = list_index // heads % requests
+    layer = list_index // heads // requests
     keys = _keys_of(pool_pointers, layer, head, UNIT, HEAD_STRIDE, ALIGNMENT)
-    row = (layer * LAYER_STEP + head * HEAD_STEP).to(tl.int64) * BATCH + request
-    src_list = src_cells + row * CAPACITY
-    dst_list = dst_cells + row * CAPACITY
+    row = (layer * layer_step + head * head_step).to(tl.int64) * batch + request
+    src_list = src_cells + row * capacity
+    dst_list = dst_cells + row * capacity
     begin = tl.load(spans + row * 3)
     ordered_end = tl.load(spans + row * 3 + 1)
     walked_end = tl.where(program == 0, ordered_end, begin)
 
     dst, key, value = _load_tile(
-        keys,
-        src_list,
-        dst_list,
-        begin,
-        walked_end,
-        PAGE_SIZE,
-        ROW_VECTORS,
-        WIDTH,
-        TILE_ROWS,
-        BLOCK,
-        PAGE_STRIDE,
-        KV_STRIDE,
-        TOKEN_STRIDE,
+        keys, src_list, dst_list, begin, walked_end, PAGE_SIZE, ROW_VECTORS, WIDTH, BLOCK, PAGE_STRIDE, KV_STRIDE, TOKEN_STRIDE
     )
     for move in range(begin + TILE_ROWS, walked_end + TILE_ROWS, TILE_ROWS):
         next_dst, next_key, next_value = _load_tile(
-            keys,
-            src_list,
-            dst_list,
-            move,
-            walked_end,
-            PAGE_SIZE,
-            ROW_VECTORS,
-            WIDTH,
-            TILE_ROWS,
-            BLOCK,
-            PAGE_STRIDE,
-            KV_STRIDE,
-            TOKEN_STRIDE,
+            keys, src_list, dst_list, move, walked_end, PAGE_SIZE, ROW_VECTORS, WIDTH, BLOCK, PAGE_STRIDE, KV_STRIDE, TOKEN_STRIDE
         )
         tl.debug_barrier()  # every thread's loads of the tile come before any thread's stores of it
         _store_tile(keys, dst, key, value, PAGE_SIZE, ROW_VECTORS, WIDTH, BLOCK, PAGE_STRIDE, KV_STRIDE, TOKEN_STRIDE)
@@ -172,24 +146,12 @@ def walk_kernel(
         end = tl.load(spans + row * 3 + 2)
         for move in range(ordered_end + program * TILE_ROWS, end, programs * TILE_ROWS):
             dst, key, value = _load_tile(
-                keys,
-                src_list,
-                dst_list,
-                move,
-                end,
-                PAGE_SIZE,
-                ROW_VECTORS,
-                WIDTH,
-                TILE_ROWS,
-                BLOCK,
-                PAGE_STRIDE,
-                KV_STRIDE,
-                TOKEN_STRIDE,
+                keys, src_list, dst_list, move, end, PAGE_SIZE, ROW_VECTORS, WIDTH, BLOCK, PAGE_STRIDE, KV_STRIDE, TOKEN_STRIDE
             )
             _store_tile(keys, dst, key, value, PAGE_SIZE, ROW_VECTORS, WIDTH, BLOCK, PAGE_STRIDE, KV_STRIDE, TOKEN_STRIDE)
 
 
-@triton.jit(do_not_specialize=["requests"])
+@triton.jit(do_not_specialize=["requests", "batch", "heads", "capacity", "layer_step", "head_step", "layers", "tiles"])
 def split_kernel(
     pool_pointers,
     src_cells,
@@ -199,60 +161,59 @@ def split_kernel(
     loaded,
     epoch,
     requests,
-    LAYERS: tl.constexpr,
-    TILES: tl.constexpr,
-    BATCH: tl.constexpr,
-    HEADS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    LAYER_STEP: tl.constexpr,
-    HEAD_STEP: tl.constexpr,
+    batch,
+    heads,
+    capacity,
+    layer_step,
+    head_step,
+    layers,
+    tiles,
     UNIT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     ROW_VECTORS: tl.constexpr,
     WIDTH: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     KV_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
 ):
-    """Grid: TILES * layers * requests * HEADS lists (head fastest, tile slowest: what a tile waits for was started long before).
+    """Grid: tiles * layers * requests * heads lists (head fastest, tile slowest: what a tile waits for was started long before).
 
-    `loaded` [lists, TILES] holds the round (`epoch`) in which each tile was last loaded, so it never needs clearing.
+    `loaded` [lists, tiles] holds the round (`epoch`) in which each tile was last loaded, so it never needs clearing.
     """
-    lists = LAYERS * requests * HEADS
+    TILE_ROWS: tl.constexpr = BLOCK // ROW_VECTORS
+    lists = layers * requests * heads
     tile = tl.program_id(0) // lists
     list_index = tl.program_id(0) % lists
-    head = list_index % HEADS
-    request = list_index // HEADS % requests
-    layer = list_index // HEADS // requests
-    row = (layer * LAYER_STEP + head * HEAD_STEP).to(tl.int64) * BATCH + request
+    head = list_index % heads
+    request = list_index // heads % requests
+    layer = list_index // heads // requests
+    row = (layer * layer_step + head * head_step).to(tl.int64) * batch + request
     move = tl.load(spans + row * 3) + tile * TILE_ROWS
     end = tl.load(spans + row * 3 + 1)
     if move >= end:
         return
     keys = _keys_of(pool_pointers, layer, head, UNIT, HEAD_STRIDE, ALIGNMENT)
     this_round = tl.load(epoch)
-    first = tl.load(waits + (row * TILES + tile) * 2)
-    last = tl.load(waits + (row * TILES + tile) * 2 + 1)
+    first = tl.load(waits + (row * tiles + tile) * 2)
+    last = tl.load(waits + (row * tiles + tile) * 2 + 1)
     dst, key, value = _load_tile(
         keys,
-        src_cells + row * CAPACITY,
-        dst_cells + row * CAPACITY,
+        src_cells + row * capacity,
+        dst_cells + row * capacity,
         move,
         end,
         PAGE_SIZE,
         ROW_VECTORS,
         WIDTH,
-        TILE_ROWS,
         BLOCK,
         PAGE_STRIDE,
         KV_STRIDE,
         TOKEN_STRIDE,
     )
-    published = loaded + list_index.to(tl.int64) * TILES
+    published = loaded + list_index.to(tl.int64) * tiles
     tl.debug_barrier()  # the release below speaks for every thread's loads
     tl.atomic_xchg(published + tile, this_round, sem="release")
     for other in range(first, last + 1):

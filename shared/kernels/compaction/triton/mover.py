@@ -70,7 +70,7 @@ class _GroupLaunch:
             return
         programs = 1
         if self.split is None:
-            programs = min(self.tiles, -(-self.target_programs // lists))
+            programs = min(self.tiles, max(1, -(-self.target_programs // lists)))
         self.walk(grid=(lists * programs,), requests=request_count, programs=programs)
 
     def compile(self) -> None:
@@ -114,39 +114,41 @@ def _bind_group(group: BoundGroup, inputs: RoundInputs, fault_key: torch.Tensor 
         indices(group.list_rows, batch, group.move_capacity),
     )
     spans, waits, epoch = indices(group.list_rows, batch, 3), indices(group.list_rows, batch, 0 if holes else tiles, 2), indices(1)
-    shared = {"BATCH": batch, "CAPACITY": group.move_capacity, "LAYER_STEP": group.list_layer_step}
-    shared |= {"PAGE_SIZE": geometry.page_size, "TILE_ROWS": tile_rows}
-    first_rows = torch.tensor(group.first_row, dtype=torch.int32, device=device)
     lengths = (inputs.move_offsets, inputs.tail, group.tail, inputs.base, inputs.valid_len)
+    first_rows = torch.tensor(group.first_row, dtype=torch.int32, device=device)
     fault = fault_key if fault_key is not None else epoch  # an address that is never read
+    shared = {"batch": batch, "capacity": group.move_capacity, "layer_step": group.list_layer_step}
     pack = _Launch(
         pack_kernel,
         (inputs.kept, *lengths, group.block_table, first_rows, fault, src_cells, dst_cells, spans, waits, epoch),
         shared
         | {
-            "DECISION_ROWS": inputs.kept.shape[1],
-            "KEEP_CAPACITY": inputs.keep_capacity,
-            "TAIL_CAPACITY": inputs.tail_capacity,
-            "TABLE_STRIDE": group.block_table.stride(0),
-            "MAX_PAGES": group.block_table.shape[1],
-            "NUM_PAGES": geometry.num_pages,
-            "WINDOW": group.window or 0,
+            "decision_rows": inputs.kept.shape[1],
+            "keep_capacity": inputs.keep_capacity,
+            "tail_capacity": inputs.tail_capacity,
+            "table_stride": group.block_table.stride(0),
+            "max_pages": group.block_table.shape[1],
+            "num_pages": geometry.num_pages,
+            "page_size": geometry.page_size,
+            "window": group.window or 0,
+            "tiles": tiles,
+            "tile_rows": tile_rows,
+            "steps": inputs.keep_capacity.bit_length(),
+            "MASKED": group.window is not None,
             "HOLE_FILLING": holes,
             "SCRUB": group.scrub,
             "CHECKED": fault_key is not None,
-            "WAITS": not holes,
-            "TILES": tiles,
-            "STEPS": inputs.keep_capacity.bit_length(),
             "BLOCK": 1024,
             "num_warps": 4,
         },
     )
     move = shared | {
-        "HEADS": geometry.kv_heads,
-        "HEAD_STEP": group.head_step,
+        "heads": geometry.kv_heads,
+        "head_step": group.head_step,
         "UNIT": _UNITS[unit],
         "ALIGNMENT": alignment,
         "HEAD_STRIDE": geometry.head_stride // unit,
+        "PAGE_SIZE": geometry.page_size,
         "ROW_VECTORS": row_vectors,
         "WIDTH": vector // unit,
         "BLOCK": block,
@@ -162,7 +164,7 @@ def _bind_group(group: BoundGroup, inputs: RoundInputs, fault_key: torch.Tensor 
     split = None
     if not holes:
         loaded = indices(lists * batch, tiles)
-        split = _Launch(split_kernel, (*lists_args, waits, loaded, epoch), move | {"LAYERS": layers, "TILES": tiles})
+        split = _Launch(split_kernel, (*lists_args, waits, loaded, epoch), move | {"layers": layers, "tiles": tiles})
     target = _multiprocessors(device) * tuning.fill
     launch = _GroupLaunch(pack, group.list_rows, walk, split, lists, tiles, triton.cdiv(target, lists), target)
     launch.compile()
