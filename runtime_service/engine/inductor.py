@@ -9,6 +9,7 @@ import torch
 
 from runtime_service.engine.bindings import check_inputs, check_pool
 from runtime_service.engine.engine import EngineInputs
+from runtime_service.engine.weights import ModelWeights
 from runtime_service.kv.pool import KVPool
 from shared.bindings import Role
 from shared.errors import InternalError
@@ -17,11 +18,15 @@ from shared.manifest import EngineManifest
 
 
 class InductorEngine:
-    """Engine over a bound package. `resources` are released by `close()`: leases of the artifacts whose files it maps."""
+    """Engine over a bound package. Holds `weights` so that the next engine of the model finds them mapped.
 
-    def __init__(self, manifest: EngineManifest, package: BoundPackage, resources: ExitStack) -> None:
+    `resources` are released by `close()`: the leases of the artifacts whose files are mapped.
+    """
+
+    def __init__(self, manifest: EngineManifest, package: BoundPackage, weights: ModelWeights, resources: ExitStack) -> None:
         self.manifest = manifest
         self._package: BoundPackage | None = package
+        self._weights: ModelWeights | None = weights
         self._resources = resources
         self._inputs = tuple(b.name for b in manifest.bindings if b.role is Role.INPUT)
         self._checked_pool: weakref.ref[KVPool] | None = None
@@ -38,5 +43,5 @@ class InductorEngine:
 
     def close(self) -> None:
         """Let go of the code, the weights and the artifacts. Idempotent."""
-        self._package = None
+        self._package = self._weights = None
         self._resources.close()

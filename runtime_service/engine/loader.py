@@ -1,54 +1,45 @@
 """From two artifacts of the store, an engine and the model it was built for, to an Engine that may run.
 
 An engine is believed only after it has been read back: the manifest's target and versions against this host, before any code
-is mapped; then the package's own constants, pools and instruction set against the manifest. Every mismatch is a refusal that
-names both sides.
+is mapped; the package's own constants, pools and instruction set against the manifest; and a probe, which runs it. Every
+mismatch is a refusal that names both sides.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from safetensors.torch import load_file
 from torch import Tensor
 
 from runtime_service.engine.engine import Engine
 from runtime_service.engine.inductor import InductorEngine
+from runtime_service.engine.weights import ModelWeights, WeightsCache
 from shared.artifacts.store import ArtifactHandle
-from shared.bindings import Role
+from shared.bindings import Role, pool_name
 from shared.errors import EngineIncompatible
 from shared.inductor.files import CONSTANTS_FILE, PACKAGE_DIRECTORY
 from shared.inductor.isa import host_features
 from shared.inductor.package import Package
+from shared.inductor.probe import find_faults
 from shared.inductor.toolchain import CPU_ISA, runtime_toolchain
 from shared.manifest import EngineManifest, decode_engine_manifest, decode_model_manifest
 
 WEIGHTS_FILE = "weights.safetensors"
-
-
-@dataclass(slots=True, weakref_slot=True)
-class _Weights:
-    """The tensors of one model, mapped from its file."""
-
-    tensors: Mapping[str, Tensor]
+_PACKAGE_MARKER = f"{PACKAGE_DIRECTORY}/archive_format"
 
 
 class EngineLoader:
     """Loads engines; those of one model share one mapping of its weights. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._weights: weakref.WeakValueDictionary[str, _Weights] = weakref.WeakValueDictionary()
+        self._weights = WeightsCache()
 
     def load(self, engine: ArtifactHandle, model: ArtifactHandle) -> Engine:
         """The engine, bound to the model's weights. Takes both handles over: they are closed with it, or when loading fails.
 
-        EngineIncompatible, naming the field, when the engine was not built for this host, these libraries or this model;
-        ArtifactCorrupt when a manifest or the package cannot be read.
+        EngineIncompatible, naming the field, when the engine was not built for this host, these libraries or this model, or
+        when it fails its probe; ArtifactCorrupt when a manifest or the package cannot be read.
         """
         with ExitStack() as resources:
             resources.callback(engine.close)
@@ -57,28 +48,13 @@ class EngineLoader:
             check_host(manifest)
             model_id = decode_model_manifest(model.manifest_bytes).artifact_id
             _require("model", manifest.model.model_id, model_id)
-            package = Package(engine.path(f"{PACKAGE_DIRECTORY}/archive_format").parent)
+            package = Package(engine.path(_PACKAGE_MARKER).parent)
             check_package(manifest, package)
-            weights = self._weights_of(model_id, model)
-            resources.callback(_release, weights)
-            constants = load_file(engine.path(CONSTANTS_FILE))
-            for name, tensor in manifest.constants.items():
-                if tensor not in weights.tensors:
-                    _require(f"constants.{name}", tensor, "no such tensor in the model's weights")
-                constants[name] = weights.tensors[tensor]
-            return InductorEngine(manifest, package.bind(constants), resources.pop_all())
-
-    def _weights_of(self, model_id: str, model: ArtifactHandle) -> _Weights:
-        with self._lock:
-            weights = self._weights.get(model_id)
-            if weights is None:
-                # safetensors maps the file: its pages are shared and read when first touched.
-                weights = self._weights[model_id] = _Weights(load_file(model.path(WEIGHTS_FILE)))
-            return weights
-
-
-def _release(weights: _Weights) -> None:
-    """Keeps `weights` referenced by the engine that holds this callback, and by nobody once it has run."""
+            weights = self._weights.get(model_id, model.path(WEIGHTS_FILE))
+            bound = package.bind({**load_file(engine.path(CONSTANTS_FILE)), **_bound_weights(manifest, weights)})
+            if faults := find_faults(bound.run, manifest.cache, manifest.profiles, manifest.model.vocab_size):
+                _require("probe", "no fault", "; ".join(faults))
+            return InductorEngine(manifest, bound, weights, resources.pop_all())
 
 
 def check_host(manifest: EngineManifest) -> None:
@@ -98,10 +74,18 @@ def check_package(manifest: EngineManifest, package: Package) -> None:
     _require("bindings", f"{len(inputs)} inputs", f"{package.num_inputs} inputs")
     pools = [(manifest.cache.layout.page_dim, group.window) for _, group in manifest.cache.iter_layers()]
     _require("cache", str(pools), str([(use.page_dim, use.window) for use in package.pool_uses]))
-    names = [f"kv_pool.{layer}" for layer in range(manifest.cache.num_layers)]
-    _require("aliases", str(sorted(names)), str(sorted(alias.input for alias in manifest.aliases if alias.input == alias.output)))
-    if copied := [use.pool for use in package.pool_uses if not use.in_place]:
-        _require("aliases", "every pool written in place", f"a copy of {', '.join(copied)}")
+    promised = sorted(alias.input for alias in manifest.aliases if alias.input == alias.output)
+    _require("aliases", str(sorted(pool_name(layer) for layer in range(manifest.cache.num_layers))), str(promised))
+    in_place = len({use.pool for use in package.pool_uses if use.in_place})
+    _require("aliases", f"{len(pools)} pools written in place", f"{in_place} pools written in place")
+
+
+def _bound_weights(manifest: EngineManifest, weights: ModelWeights) -> dict[str, Tensor]:
+    """The engine's constants that are tensors of the model."""
+    missing = sorted(set(manifest.constants.values()) - weights.tensors.keys())
+    if missing:
+        _require("constants", f"a model with {', '.join(missing[:3])}", f"one of {len(weights.tensors)} tensors without")
+    return {constant: weights.tensors[name] for constant, name in manifest.constants.items()}
 
 
 def _require(field: str, expected: str, got: str) -> None:
