@@ -172,7 +172,7 @@ class LocalStore:
 
     def _read_manifest(self, directory: Path) -> tuple[bytes, ManifestHead]:
         path = directory / MANIFEST_NAME
-        for link in (directory, path):
+        for link in (directory.parent, directory, path):
             if link.is_symlink():
                 raise ArtifactCorrupt(f"{link} is a link; artifacts hold regular files only", details={"file": link.name})
         try:
@@ -243,10 +243,14 @@ class LocalStore:
     def _leftovers(self) -> Sequence[Path]:
         """What dead writers and interrupted hands left: old staging directories, artifacts without a manifest."""
 
-        def newest_s(directory: Path) -> float:
-            return max(path.lstat().st_mtime for path in (directory, *directory.rglob("*")))
+        def is_stale(staged: Path) -> bool:
+            try:
+                newest_s = max(path.lstat().st_mtime for path in (staged, *staged.rglob("*")))
+            except FileNotFoundError:  # its writer is at work
+                return False
+            return newest_s + STALE_STAGING_S < self._clock()
 
-        stale = [path for path in self._staging.iterdir() if newest_s(path) + STALE_STAGING_S < self._clock()]
+        stale = [path for path in self._staging.iterdir() if is_stale(path)]
         return stale + [path for path in self._visible() if not (path / MANIFEST_NAME).exists()]
 
     def _hide(self, directory: Path) -> None:
@@ -261,6 +265,7 @@ class LocalStore:
             except FileNotFoundError:  # another process empties it too
                 continue
             except OSError as error:
-                failed.add(ArtifactId(directory.name.partition("-")[0]))
+                if is_artifact_id(name := directory.name.partition("-")[0]):
+                    failed.add(ArtifactId(name))
                 _log.warning("artifact bytes not removed; the next collection tries again", path=str(directory), error=str(error))
         return failed

@@ -59,10 +59,14 @@ def test_a_link_in_place_of_a_file_or_folder_is_refused(local: LocalBackend, tmp
 
 def test_a_link_in_place_of_a_whole_artifact_is_refused(local: LocalBackend, tmp_path: Path) -> None:
     publish(local.open())
-    local.directory(A).rename(tmp_path / "elsewhere")
-    local.directory(A).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ArtifactCorrupt, match="link"):
-        local.open().open(A)
+    for directory, name in ((local.directory(A), "artifact"), (local.directory(A).parent, "shard")):
+        directory.rename(tmp_path / name)
+        directory.symlink_to(tmp_path / name)
+        with pytest.raises(ArtifactCorrupt, match="link"):
+            local.open().open(A)
+        directory.unlink()
+        (tmp_path / name).rename(directory)
+    assert contents(local.open()) == FILES
 
 
 def test_a_file_nobody_listed_is_refused(local: LocalBackend) -> None:

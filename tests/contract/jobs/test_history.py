@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from shared.errors import FieldOutOfRange, JobNotFound
-from shared.jobs.job import MAX_MESSAGE_CHARS, JobEvent, JobState
+from shared.errors import DuplicateRequest, FieldOutOfRange, JobNotFound
+from shared.jobs.job import MAX_MESSAGE_CHARS, JobEvent, JobLimits, JobState
 from shared.jobs.lifecycle import MAX_EVENTS
 from shared.jobs.queue import JobQueue, QueuePolicy
 from tests.support.job_queues import CANCELLED, ERROR, Backend, ManualClock, claim, history, submit, succeed
@@ -168,3 +168,19 @@ async def test_old_jobs_are_forgotten_whole(backend: Backend) -> None:
     for request in ("request", "request-2"):
         assert (await submit(queue, request, f"other-{request}")).created, "its request ids are free again"
     assert (await submit(queue, "r-4", "digest")).created, "its digest answers nobody"
+
+
+async def test_forgetting_a_job_leaves_a_request_that_went_over_to_a_newer_one(backend: Backend) -> None:
+    queue = await backend.open(QueuePolicy(retention_s=100))
+    old = (await submit(queue, "r")).job.job_id
+    await succeed(queue, await claim(queue))
+    backend.clock.advance(60)
+    rebuilt = await queue.submit(request_id="r", spec=b"{}", spec_digest="digest", limits=JobLimits(), reuse_finished=False)
+    backend.clock.advance(60)
+    assert (await queue.reclaim()).forgotten == 1
+    with pytest.raises(JobNotFound):
+        await queue.get(old)
+    again = await submit(queue, "r")
+    assert (again.created, again.job.job_id) == (False, rebuilt.job.job_id)
+    with pytest.raises(DuplicateRequest):
+        await submit(queue, "r", "other")

@@ -96,7 +96,27 @@ def test_plain_names_pass(name: str) -> None:
     assert check_file_name(name) == name
 
 
-@pytest.mark.parametrize("name", [".", "..", "a/..", "../a", "/a", "a/", "a//b", "", "a\\b", "a\nb", "a\n", "~", "a:b", "x" * 256])
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".",
+        "..",
+        "a/..",
+        "../a",
+        "/a",
+        "a/",
+        "a//b",
+        "",
+        "a\\b",
+        "a\nb",
+        "a\n",
+        "~",
+        "a:b",
+        "x" * 256,
+        "manifest.json",
+        "manifest.sig",
+    ],
+)
 def test_other_names_do_not(name: str) -> None:
     with pytest.raises(ArtifactCorrupt):
         check_file_name(name)
