@@ -58,8 +58,7 @@ class StopMatcher:
             if self._best is not None and self._pending_from(end) >= self._best[0]:
                 return self.flush()
         safe = self._pending_from(len(self._withheld))
-        if self._best is not None:
-            safe = min(safe, self._best[0])
+        if self._best is not None:  # it starts behind `safe`, or it would have been final
             self._best = (self._best[0] - safe, self._best[1])
         shown, self._withheld = self._withheld[:safe], self._withheld[safe:]
         return shown, None
@@ -79,5 +78,5 @@ class StopMatcher:
                     self._best = match
 
     def _pending_from(self, end: int) -> int:
-        """Start of the earliest stop string that is begun but not complete at `end`; `end` if there is none."""
-        return min((end - p.matched for p in self._patterns if p.matched < len(p.text)), default=end)
+        """Start of the earliest stop string that has begun and reaches up to `end`; `end` if there is none."""
+        return min(end - pattern.matched for pattern in self._patterns)

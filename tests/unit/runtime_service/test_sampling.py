@@ -82,6 +82,7 @@ def test_top_k_at_or_over_the_vocabulary_keeps_all_of_it(top_k):
 
 def test_top_k_keeps_exactly_k_and_ties_go_to_lower_ids():
     assert set(run([1.0, 0.0, 1.0, 1.0, 2.0], state(5, temperature=1.0, top_k=3, seed=2), 300)) == {0, 2, 4}
+    assert set(run([1.0, 0.0, 1.0, 1.0, 2.0], state(5, temperature=1.0, top_k=4, seed=2), 300)) == {0, 2, 3, 4}
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it():
@@ -159,6 +160,11 @@ def test_a_row_of_minus_infinity_has_nothing_to_choose():
     assert isinstance(sample(torch.full((1, 8), -math.inf), [state()])[0], InternalError)
 
 
+def test_a_broken_value_counts_even_where_it_may_not_be_chosen():
+    logits = torch.tensor([[0.0, math.inf, 1.0, 2.0]])
+    assert isinstance(sample(logits, [state(4, end_ids=(1,), min_tokens=5, logprobs=0)])[0], InternalError)
+
+
 def test_some_minus_infinities_are_masks():
     logits = torch.full((1, 8), -math.inf)
     logits[0, 3] = 0.0
@@ -176,6 +182,7 @@ def test_repetition_penalty_counts_prompt_and_output():
     """2.0 / 2 < 1.5, and -1 * 2 < -1.5; then the chosen one is penalised in turn."""
     assert run([2.0, 1.5, 0.9], state(3, prompt_ids=[0], repetition_penalty=2.0), 3) == [1, 0, 0]
     assert run([-1.0, -1.5, -9.0], state(3, prompt_ids=[0], repetition_penalty=2.0), 1) == [1]
+    assert run([-0.5, -0.6], state(2, prompt_ids=[0], repetition_penalty=2.0), 1) == [1]
 
 
 def test_presence_and_frequency_penalties_count_output_only():

@@ -56,6 +56,13 @@ def test_spaces_are_kept_and_the_first_goes_where_the_decoder_drops_it(family, f
     assert "".join(shown) + rest == tokenizer.decode(ids) == f"{first} fox fox"
 
 
+@pytest.mark.parametrize(("family", "text"), [("byte fallback", "f"), ("gemma", " f")])
+def test_a_space_spelled_as_a_byte_is_a_space(family, text):
+    tokenizer = FAMILIES[family]
+    ids = [tokenizer.token_to_id("<0x20>"), tokenizer.token_to_id("f")]
+    assert "".join(deltas(tokenizer, ids)[0]) == tokenizer.decode(ids) == text
+
+
 def test_metaspace_drops_the_first_space_only():
     tokenizer = metaspace_tokenizer()
     fox = tokenizer.token_to_id("▁fox")

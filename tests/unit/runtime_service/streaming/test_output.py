@@ -66,6 +66,10 @@ def test_a_stop_string_ends_the_text_before_it():
     assert feed(assembler(stop=("ox",)), ids("foxes")) == ("f", Finished(0, FinishReason.STOP, "ox"), 3)
 
 
+def test_length_shows_the_text_of_the_last_token():
+    assert feed(assembler(max_tokens=2, stop=("zz",)), ids("fox")) == ("fo", Finished(0, FinishReason.LENGTH), 2)
+
+
 def test_length_in_the_middle_of_a_stop_string():
     """BR-111."""
     assert feed(assembler(stop=("fox",), max_tokens=2), ids("fox")) == ("fo", Finished(0, FinishReason.LENGTH), 2)

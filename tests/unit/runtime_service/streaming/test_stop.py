@@ -68,6 +68,10 @@ def test_of_two_that_start_together_the_shorter_is_enough():
     assert fed(["\n\n", "\n\nUser"], ["a\n", "\n"])[:2] == (["a", ""], "\n\n")
 
 
+def test_the_shorter_stands_also_while_an_earlier_start_is_in_doubt():
+    assert fed(["bc", "bcd", "abcdx"], ["abcd", "y"])[:2] == (["", "a"], "bc")
+
+
 def test_a_failed_start_may_hide_another():
     """After `aab` fails at its third letter its second still counts."""
     assert fed(["aab"], ["a", "a", "a", "b"])[:2] == (["", "", "a", ""], "aab")

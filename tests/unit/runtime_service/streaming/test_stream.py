@@ -128,8 +128,12 @@ async def test_a_cancelled_reader_leaves_the_stream_usable():
     await asyncio.sleep(0)
     reader.cancel()
     await asyncio.gather(reader, return_exceptions=True)
+    faults = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
     assert stream.put(USAGE)
+    await asyncio.sleep(0)  # what the put scheduled has run
     assert await everything(stream) == [USAGE]
+    assert faults == []
 
 
 def test_a_reader_whose_event_loop_is_gone_does_not_hurt_the_producer():
