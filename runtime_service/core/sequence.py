@@ -119,6 +119,16 @@ class Sequence:
     def start(self) -> None:
         self._become(Status.RUNNING)
 
+    def fork(self, parent: Sequence, pages: Iterable[PageId]) -> None:
+        """Start with what `parent` has computed of the same prompt, rounds included, on `pages`, which hold the same entries."""
+        assert parent.tokens == self.tokens, (parent, self)
+        self.start()
+        self.hold(pages)
+        self.computed = parent.computed
+        self.positions = list(parent.positions)
+        self.rounds = list(parent.rounds)
+        self.replayed = parent.replayed
+
     def advance(self, num_tokens: int) -> None:
         """The engine wrote the next `num_tokens` tokens behind what the cache held. Called once a step, after it."""
         assert 0 < num_tokens <= self.remaining, (num_tokens, self)

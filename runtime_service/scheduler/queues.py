@@ -31,9 +31,8 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         insort(self._sequences, sequence, key=_rank)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Ranks are unique, so this finds `sequence` itself; ValueError when it does not wait."""
+    def discard(self, sequence: Sequence) -> None:
+        """Take `sequence` out if it is here. Ranks are unique, so its own finds it and nobody else."""
         index = bisect_left(self._sequences, sequence.rank, key=_rank)
-        if index == len(self._sequences) or self._sequences[index] is not sequence:
-            raise ValueError(f"{sequence} is not in the queue")
-        del self._sequences[index]
+        if index < len(self._sequences) and self._sequences[index] is sequence:
+            del self._sequences[index]

@@ -1,7 +1,7 @@
 """Continuous batching: which sequences take the next step, and on whose pages.
 
-    waiting --admit--> running --release--> finished
-       ^----preempt-------'
+    waiting --admit or fork--> running --release--> finished
+       ^--------preempt-----------'
 
 Order. Sequences rank by priority, then arrival. Admission is strictly in rank order: nobody overtakes a head that does not fit
 yet. Pages for everything a sequence knows are taken at admission, so prefill never runs dry half-way; decoding takes a page when
@@ -22,6 +22,7 @@ from runtime_service.core.sequence import Sequence, Status
 from runtime_service.kv.allocator import PageAllocator
 from runtime_service.scheduler.budget import chunk_len, pages_to_grow, pages_to_start
 from runtime_service.scheduler.queues import WaitingQueue
+from shared.ids import PageId
 from shared.kv_spec import KVCacheSpec
 from shared.profiles import Phase, ProfileSet
 
@@ -53,6 +54,24 @@ class Scheduler:
                 return step
         return None
 
+    def fork(self, parent: Sequence, child: Sequence) -> list[tuple[PageId, PageId]] | None:
+        """Run `child`, which has never run, on what `parent` has computed of their common prompt.
+
+        Full pages are shared; the page the next token goes to must be the child's own, so it gets a new one. Returns the copies to
+        make before the next step, as (source, target); None, with nothing changed, when no place or no page is free.
+        """
+        num_full, num_cells = divmod(parent.physical_len, self._spec.page_size)
+        num_copies = 1 if num_cells else 0
+        growth = pages_to_grow(self.running, self._spec)
+        if len(self.running) >= self._max_running or num_copies + growth > self._allocator.num_free:
+            return None
+        own = self._allocator.try_allocate(num_copies)
+        assert own is not None, (num_copies, self._allocator.num_free)
+        self.waiting.discard(child)
+        child.fork(parent, [*self._allocator.share(parent.pages[:num_full]), *own])
+        self._add_running(child)
+        return [(parent.pages[num_full], page) for page in own]
+
     def preempt(self, sequence: Sequence) -> None:
         """Give the pages of a running sequence back; it waits, in its old place, to be recomputed."""
         self.running.remove(sequence)
@@ -67,7 +86,7 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
         else:
-            self.waiting.remove(sequence)
+            self.waiting.discard(sequence)
         self._allocator.release(sequence.finish())
 
     def _admit(self) -> None:
@@ -77,11 +96,14 @@ class Scheduler:
                 return
             pages = self._allocator.try_allocate(needed)
             assert pages is not None, (needed, self._allocator.num_free)
-            self.waiting.remove(head)
+            self.waiting.discard(head)
             head.start()
             head.hold(pages)
-            self.running.append(head)
-            self.running.sort(key=lambda s: s.rank)
+            self._add_running(head)
+
+    def _add_running(self, sequence: Sequence) -> None:
+        self.running.append(sequence)
+        self.running.sort(key=lambda s: s.rank)
 
     def _prefill(self) -> ScheduledBatch | None:
         """The first in rank decides the chunk; others that can take as many tokens ride along, so no row is padded."""

@@ -41,12 +41,16 @@ class Times:
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """`samples` from one request. `cancel_requested` is the only field that other threads write."""
+    """`samples` from one request. `cancel_requested` is the only field that other threads write.
+
+    The prompt is computed once, by the first sample; the `unforked` others start when it is done.
+    """
 
     request: GenerationRequest
     stream: TokenStream
     times: Times
     samples: list[Sample] = field(default_factory=list)
+    unforked: list[Sample] = field(default_factory=list)
     cancel_requested: bool = False
     peak_pages: int = 0
 
@@ -74,6 +78,7 @@ class Generation:
             )
             output = OutputAssembler(index, vocabulary, request.stop, model.eos_token_ids)
             generation.samples.append(Sample(generation, Sequence(request, index, arrivals()), sampler, output))
+        generation.unforked = generation.samples[1:]
         return generation
 
     @property
@@ -81,7 +86,8 @@ class Generation:
         return all(sample.finished for sample in self.samples)
 
     def note_pages(self) -> None:
-        self.peak_pages = max(self.peak_pages, sum(len(sample.sequence.pages) for sample in self.samples))
+        held = {page for sample in self.samples for page in sample.sequence.pages}
+        self.peak_pages = max(self.peak_pages, len(held))
 
     def push(self, sample: Sample, token: SampledToken, now: float) -> None:
         """One more token of `sample`. InternalError if it is none of the vocabulary: the request is lost, others are not."""

@@ -79,9 +79,8 @@ class EngineSession:
 
     def admit(self, generation: Generation) -> None:
         self.generations[generation] = None
-        for added in generation.samples:
-            self._samples[added.sequence] = added
-            self.scheduler.add(added.sequence)
+        self._samples |= {sample.sequence: sample for sample in generation.samples}
+        self.scheduler.add(generation.samples[0].sequence)
 
     def step(self) -> bool:
         """One engine call, or one round to make room for it. False when there was nothing to do."""
@@ -156,7 +155,7 @@ class EngineSession:
             sequence.advance(batch.query_len)
         self._end_unwanted()  # a cancel that came during the step wins over the step's result
         self._emit(batch, logits)
-        self._compact(due(s for s in batch.sequences if s.status is Status.RUNNING))
+        self._compact(due(self.scheduler.running))
 
     def _note_start(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -168,15 +167,33 @@ class EngineSession:
 
     def _emit(self, batch: ScheduledBatch, logits: torch.Tensor) -> None:
         """Sample the rows whose last known token was computed and pass on what comes of it."""
-        rows = [row for row, s in enumerate(batch.sequences) if s.status is Status.RUNNING and s.remaining == 0]
-        samples = [self._samples[batch.sequences[row]] for row in rows]
-        for chosen, token in zip(samples, sample(logits[rows], [s.sampler for s in samples]), strict=True):
+        drawn: list[tuple[int, Sample]] = []
+        for row, sequence in enumerate(batch.sequences):
+            if sequence.status is Status.RUNNING and sequence.remaining == 0:
+                computed = self._samples[sequence]
+                drawn += [(row, chosen) for chosen in (computed, *self._fork(computed))]
+        tokens = sample(logits[[row for row, _ in drawn]], [chosen.sampler for _, chosen in drawn])
+        for (_, chosen), token in zip(drawn, tokens, strict=True):
             if chosen.sequence.status is Status.FINISHED:
                 continue  # a sibling's token has just ended the request
             if isinstance(token, InternalError):
                 self.end(chosen.generation, token)
             else:
                 self._push(chosen, token)
+
+    def _fork(self, parent: Sample) -> list[Sample]:
+        """The siblings that go on from what `parent` has computed; those there is no room for now compute it themselves later."""
+        siblings, parent.generation.unforked = parent.generation.unforked, []
+        forked = []
+        for sibling in siblings:
+            copies = self.scheduler.fork(parent.sequence, sibling.sequence)
+            if copies is None:
+                self.scheduler.add(sibling.sequence)
+                continue
+            for source, target in copies:
+                self.pool.copy_page(source, target)
+            forked.append(sibling)
+        return forked
 
     def _push(self, chosen: Sample, token: SampledToken) -> None:
         generation = chosen.generation

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -206,8 +207,8 @@ class ServingMachine(RuleBasedStateMachine):
             return
         for session in self.loop._sessions.values():
             session.allocator.check_integrity()
-            owned = [page for sequence in session.scheduler.running for page in sequence.pages]
-            assert len(set(owned)) == len(owned) == session.allocator.num_used
+            owned = Counter(page for sequence in session.scheduler.running for page in sequence.pages)
+            assert owned == {page: count for page, count in enumerate(session.allocator._references) if count}
             for sequence in session.scheduler.running:
                 assert sequence.physical_len <= sequence.request.max_physical
                 assert sequence.physical_len <= len(sequence.pages) * session.pool.spec.page_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 
@@ -34,11 +35,11 @@ class Bench:
         self.spec = KVCacheSpec((group,), layout, page_size, max_len)
         self.allocator = PageAllocator(num_pages + 1)
         self.scheduler = Scheduler(self.spec, ProfileSet(tuple(map(parse_profile, profiles))), self.allocator)
-        self._arrivals = itertools.count()
+        self.arrivals = itertools.count()
 
     def add(self, prompt: int, max_tokens: int = 100, *, compaction: CompactionParams | None = None, priority: int = 0) -> Sequence:
         wanted = request(range(prompt), max_tokens, compaction=compaction, priority=priority)
-        sequence = Sequence(wanted, 0, next(self._arrivals))
+        sequence = Sequence(wanted, 0, next(self.arrivals))
         self.scheduler.add(sequence)
         return sequence
 
@@ -69,10 +70,14 @@ class Bench:
         self.allocator.release(sequence.compact(kept, sequence.pages[: self.spec.pages_for(needed)]))
 
     def check(self) -> None:
-        """Pages are owned by running sequences, each by one, and nothing else."""
+        """Pages are owned by running sequences and nothing else; a page two of them own is full."""
         self.allocator.check_integrity()
-        owned = [page for sequence in self.scheduler.running for page in sequence.pages]
-        assert len(set(owned)) == len(owned) == self.allocator.num_used
+        owned = Counter(page for sequence in self.scheduler.running for page in sequence.pages)
+        assert len(owned) == self.allocator.num_used
+        for sequence in self.scheduler.running:
+            for index, page in enumerate(sequence.pages):
+                assert self.allocator.is_shared(page) == (owned[page] > 1)
+                assert owned[page] == 1 or (index + 1) * self.spec.page_size <= sequence.physical_len
         assert all(sequence.pages == [] for sequence in self.scheduler.waiting)
         assert all(sequence.status is Status.RUNNING for sequence in self.scheduler.running)
 

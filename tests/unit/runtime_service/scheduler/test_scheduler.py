@@ -291,3 +291,54 @@ def test_a_preempted_sequence_with_rounds_replays_them(bench: type[Bench]) -> No
     b.finish()
     assert [(r.at, r.evicted.tolist()) for r in compacting.rounds][: len(remembered)] == remembered
     assert sum(len(r.evicted) for r in compacting.rounds) == compacting.rounds[-1].at - 8
+
+
+def sibling(b: Bench, parent: Sequence) -> Sequence:
+    """Another sample of the parent's request, not in the queue."""
+    return Sequence(parent.request, 1, next(b.arrivals))
+
+
+@pytest.mark.parametrize(("prompt", "shared"), [(6, 1), (8, 2), (3, 0)])
+def test_a_fork_shares_full_pages_and_owns_the_one_it_writes(bench: type[Bench], prompt: int, shared: int) -> None:
+    b = bench(20)
+    parent = b.add(prompt=prompt, max_tokens=9)
+    b.scheduler.schedule()
+    parent.advance(prompt)
+    child = sibling(b, parent)
+    copies = b.scheduler.fork(parent, child)
+    assert child.pages[:shared] == parent.pages[:shared]
+    assert not set(child.pages[shared:]) & set(parent.pages)
+    assert copies == list(zip(parent.pages[shared:], child.pages[shared:], strict=True))
+    assert (child.status, child.computed, child.positions) == (Status.RUNNING, prompt, parent.positions)
+    for sequence in (parent, child):
+        sequence.append(1)
+    b.finish()
+
+
+@pytest.mark.parametrize("num_pages", [5, 6])
+def test_a_fork_takes_all_it_needs_or_nothing(bench: type[Bench], num_pages: int) -> None:
+    """BR-038: a prompt of 3 pages; the parent's growth is spoken for, then one page for each child's own tail."""
+    b = bench(num_pages)
+    parent = b.add(prompt=10, max_tokens=9)
+    b.scheduler.schedule()
+    parent.advance(10)
+    children = [sibling(b, parent) for _ in range(3)]
+    made = [b.scheduler.fork(parent, child) is not None for child in children]
+    assert made == [True, False, False]
+    assert [child.status for child in children] == [Status.RUNNING, Status.WAITING, Status.WAITING]
+    assert b.allocator.num_free == num_pages - 4
+    for sequence in (parent, children[0]):
+        sequence.append(1)
+    for child in children[1:]:
+        b.scheduler.add(child)
+    b.finish()
+
+
+def test_a_fork_waits_for_a_place_in_the_batch(bench: type[Bench]) -> None:
+    b = bench(60, profiles=("decode=2x1", "prefill=2x8"))
+    parent, other = b.add(prompt=4), b.add(prompt=4)
+    b.scheduler.schedule()
+    parent.advance(4)
+    assert b.scheduler.fork(parent, sibling(b, parent)) is None
+    b.scheduler.release(other)
+    assert b.scheduler.fork(parent, sibling(b, parent)) == []

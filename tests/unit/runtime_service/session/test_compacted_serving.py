@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime_service.core.params import CompactionParams
+from runtime_service.core.params import CompactionParams, SamplingParams
 from runtime_service.engine.engine import EngineInputs
 from shared.errors import FieldOutOfRange
 from shared.kv_spec import Layout
@@ -158,6 +158,20 @@ def test_a_sequence_under_pressure_is_compacted_early_and_is_still_what_the_orac
     assert rounds[0].at < 8 + 28
     assert pressed.tokens() == Oracle().expected_tokens(range(9), 50, rounds)
     assert plain.tokens() == Oracle().expected_tokens(range(40, 49), 14)
+    assert loop.load().engines[0].preemptions == 0
+
+
+@both_layouts
+@pytest.mark.parametrize("prompt_len", [7, 16, 18, 30])
+def test_forked_samples_are_compacted_without_touching_what_they_share(layout: Layout, prompt_len: int) -> None:
+    """BR-037. A prompt of 18 or 30 is compacted at the very step that forks it."""
+    loop = serving(TinyEngine(layout=layout), num_pages=60)
+    sampling = SamplingParams(temperature=0.0, n=3)
+    (stream,) = submit(loop, request(range(prompt_len), 30, sampling=sampling, compaction=RECENT))
+    run(loop)
+    expected = Oracle().expected_tokens(range(prompt_len), 30, recent_rounds(prompt_len, 30))
+    assert [stream.tokens(index) for index in range(3)] == [expected] * 3
+    assert loop.load().engines[0].pages_free == 59
     assert loop.load().engines[0].preemptions == 0
 
 

@@ -136,6 +136,33 @@ def test_samples_of_one_request_differ_and_are_indexed_and_repeat_with_their_see
     assert (alone.usage.generated_tokens, alone.usage.prompt_tokens) == (36, 3)
 
 
+@both_layouts
+@pytest.mark.parametrize("prompt_len", [3, 16, 23])
+def test_the_prompt_of_several_samples_is_computed_once(layout: Layout, prompt_len: int) -> None:
+    """BR-037, BR-123: greedy samples are alike, so each can be compared; they share pages and write their own."""
+    engine, rows = TinyEngine(layout=layout), []
+    engine.on_run = lambda inputs: rows.append((inputs.profile, inputs.batch))
+    loop = serving(engine, num_pages=120)
+    (stream,) = submit(loop, request(range(prompt_len), 12, sampling=SamplingParams(temperature=0.0, n=4)))
+    run(loop)
+    assert [batch for profile, batch in rows if profile == "prefill"] == [1] * -(-prompt_len // 16)
+    assert [batch for profile, batch in rows if profile == "decode"] == [4] * 11
+    assert [stream.tokens(index) for index in range(4)] == [Oracle().expected_tokens(range(prompt_len), 12)] * 4
+    if layout is Layout.PAGED:
+        full, whole = prompt_len // 4, -(-(prompt_len + 11) // 4)
+        assert stream.usage.peak_pages == full + 4 * (whole - full)
+    assert loop.load().engines[0].pages_free == 119
+
+
+def test_samples_without_a_page_for_a_fork_compute_the_prompt_themselves() -> None:
+    """BR-038."""
+    loop = serving(TinyEngine(), num_pages=1 + 8)
+    (stream,) = submit(loop, request(range(18), 9, sampling=SamplingParams(temperature=0.0, n=4)))
+    run(loop)
+    assert [stream.tokens(index) for index in range(4)] == [Oracle().expected_tokens(range(18), 9)] * 4
+    assert loop.load().engines[0].pages_free == 8
+
+
 def test_one_sample_may_stop_early_while_the_others_go_on() -> None:
     """BR-123."""
     drawn = SamplingParams(temperature=1.0, seed=7, n=3)
