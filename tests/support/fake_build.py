@@ -45,7 +45,7 @@ def main() -> None:
     request = channel.request()
     plan = json.loads(request.spec)
     if "profiles" in plan:  # a real spec: the servicer's tests
-        plan = json.loads(Path(plan["source"]).joinpath("plan.json").read_text())
+        plan = json.loads(Path(request.model_roots[0], plan["source"], "plan.json").read_text())
     print("a library prints to standard output")
     if "pid" in plan:
         Path(plan["pid"]).write_text(str(os.getpid()))
