@@ -31,8 +31,10 @@ COMPILE_TIMEOUT_S = 900
 _CFLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-DNDEBUG", "-w")
 
 
-def load_library(name: str, sources: Sequence[Path], extra_cflags: Sequence[str] = ()) -> Path | None:
+def load_library(name: str, sources: Sequence[Path], extra_cflags: Sequence[str] = (), headers: Sequence[Path] = ()) -> Path | None:
     """Build `sources` into one library (or find it built), load it with `torch.ops.load_library`, and return its path.
+
+    `headers` are the files of ours that the sources include.
 
     The sources register their operators themselves (`TORCH_LIBRARY_FRAGMENT`); loading the same library again is harmless.
     Returns None, with the reason logged, where there is no compiler or nowhere to put the library: the caller then uses its
@@ -43,7 +45,7 @@ def load_library(name: str, sources: Sequence[Path], extra_cflags: Sequence[str]
         logger.warning("kernel library %s not built: no C++ compiler (set CXX or install g++)", name)
         return None
     cflags = (*_CFLAGS, *extra_cflags)
-    digest = library_digest(name, sources, cflags, compiler)
+    digest = library_digest(name, [*sources, *headers], cflags, compiler)
     library = cache_root() / "kernels" / digest / f"{name}.so"
     if not library.exists():
         try:

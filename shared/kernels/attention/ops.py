@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shared.kernels.attention import reference
 from shared.kernels.attention.checks import check_attend, check_paged_attend
-from shared.kernels.attention.cpu.build import BuildError, load_kernels
+from shared.kernels.attention.cpu.library import load_kernels
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _loaded: Implementation | None = None
 def load_ops() -> None:
     """Define the ops and register what runs them on this host. Idempotent and thread-safe.
 
-    The first call in a fresh cache compiles the CPU kernels, which takes about half a minute.
+    The first call of a machine compiles the CPU kernels, about half a minute; BuildFailed when its compiler rejects them.
     """
     implementation()
 
@@ -53,8 +53,15 @@ def implementation() -> Implementation:
     global _loaded
     with _lock:
         if _loaded is None:
+            compiled = load_kernels() is not None  # may raise, so it comes before anything that cannot be done twice
             _define()
-            _loaded = _register_cpu()
+            if not compiled:
+                _log.warning("attention on the CPU runs on the reference, many times slower than compiled kernels")
+                torch.library.impl(ATTEND, "CPU", _checked_attend)
+                torch.library.impl(PAGED_ATTEND, "CPU", _checked_paged_attend)
+            if torch.cuda.is_available():
+                _register_cuda()
+            _loaded = Implementation.CPP if compiled else Implementation.REFERENCE
         return _loaded
 
 
@@ -65,16 +72,11 @@ def _define() -> None:
     torch.library.register_fake(PAGED_ATTEND, _output_of_paged_attend)
 
 
-def _register_cpu() -> Implementation:
-    try:
-        library = load_kernels()
-    except BuildError as error:
-        _log.warning("attention on the CPU runs on the slow reference: %s", error)
-        torch.library.impl(ATTEND, "CPU", _checked_attend)
-        torch.library.impl(PAGED_ATTEND, "CPU", _checked_paged_attend)
-        return Implementation.REFERENCE
-    _log.debug("attention on the CPU runs on %s", library)
-    return Implementation.CPP
+def _register_cuda() -> None:
+    from shared.kernels.attention.triton import launch  # here, because hosts without a GPU need not have Triton
+
+    torch.library.impl(ATTEND, "CUDA", launch.attend)
+    torch.library.impl(PAGED_ATTEND, "CUDA", launch.paged_attend)
 
 
 def _checked_attend(

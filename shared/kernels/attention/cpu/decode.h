@@ -184,12 +184,14 @@ class DecodeKernel {
       const Vec cap(p.softcap), inverse(1.f / p.softcap);
       at::vec::map<float>([&](Vec x) { return cap * (x * inverse).tanh(); }, weights, weights, count);
     }
-    const float top = std::max(state.top[r], at::vec::reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, weights, count));
+    const auto larger = [](Vec& a, Vec& b) { return at::vec::maximum(a, b); };
+    const auto add = [](Vec& a, Vec& b) { return a + b; };
+    const float top = std::max(state.top[r], at::vec::reduce_all<float>(larger, weights, count));
     const Vec base(top);
     at::vec::map<float>([&](Vec x) { return (x - base).exp_u20(); }, weights, weights, count);
     const float shrink = std::exp(state.top[r] - top);
     state.top[r] = top;
-    state.sum[r] = shrink * state.sum[r] + at::vec::reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, weights, count);
+    state.sum[r] = shrink * state.sum[r] + at::vec::reduce_all<float>(add, weights, count);
     if (shrink != 1.f) {
       float* acc = state.acc.data() + r * width;
       at::vec::map<float>([&](Vec x) { return x * Vec(shrink); }, acc, acc, width);

@@ -22,36 +22,46 @@ using Sinks = std::optional<Tensor>;
 
 constexpr int64_t FEW_QUERIES = 4; // up to here reading keys and values once beats tiles of queries
 
-#define EXPECT_SIZES(tensor, name, ...) \
-  TORCH_CHECK_VALUE(                    \
-      (tensor).sizes() == at::IntArrayRef(__VA_ARGS__), name " must be ", at::IntArrayRef(__VA_ARGS__), ", got ", (tensor).sizes())
+void expect_sizes(const Tensor& tensor, const char* name, at::IntArrayRef sizes) {
+  TORCH_CHECK_VALUE(tensor.sizes() == sizes, name, ": expected ", sizes, ", got ", tensor.sizes());
+}
 
 void expect_like(const Tensor& tensor, const char* name, const Tensor& q) {
-  TORCH_CHECK_VALUE(tensor.device() == q.device(), name, " must be on ", q.device(), " like q, got ", tensor.device());
-  TORCH_CHECK_VALUE(tensor.scalar_type() == q.scalar_type(), name, " must be ", q.scalar_type(), " like q, got ", tensor.scalar_type());
+  TORCH_CHECK_VALUE(tensor.device() == q.device(), name, ": expected device ", q.device(), " like q, got ", tensor.device());
+  TORCH_CHECK_VALUE(
+      tensor.scalar_type() == q.scalar_type(), name, ": expected ", q.scalar_type(), " like q, got ", tensor.scalar_type());
 }
 
 void expect_index(const Tensor& tensor, const char* name) {
-  TORCH_CHECK_VALUE(tensor.device().is_cpu() && tensor.scalar_type() == at::kInt, name, " must be int32 on the CPU, got ",
-      tensor.scalar_type(), " on ", tensor.device());
+  TORCH_CHECK_VALUE(tensor.device().is_cpu(), name, ": expected device cpu, got ", tensor.device());
+  TORCH_CHECK_VALUE(tensor.scalar_type() == at::kInt, name, ": expected int32, got ", tensor.scalar_type());
 }
 
 void expect_rows(const Tensor& tensor, const char* name) {
-  TORCH_CHECK_VALUE(tensor.stride(-1) == 1, name, " must have contiguous head_dim rows, got stride ", tensor.stride(-1));
+  TORCH_CHECK_VALUE(tensor.stride(-1) == 1, name, ": expected head_dim of stride 1, got stride ", tensor.stride(-1));
 }
 
 // What both ops ask of queries, starts and options, and the problem they state.
-Problem problem_of(const Tensor& q, const Tensor& start, int64_t kv_heads, double scale, Window window, Softcap softcap, const Sinks& sinks) {
-  TORCH_CHECK_VALUE(q.dim() == 4, "q must be [batch, heads, count, head_dim], got ", q.sizes());
-  TORCH_CHECK_VALUE(kv_heads > 0 && q.size(1) % kv_heads == 0, "query heads must be a multiple of kv heads, got ", q.size(1), " and ", kv_heads);
+Problem problem_of(
+    const Tensor& q,
+    const Tensor& start,
+    int64_t kv_heads,
+    double scale,
+    Window window,
+    Softcap softcap,
+    const Sinks& sinks) {
+  TORCH_CHECK_VALUE(q.dim() == 4, "q: expected [batch, heads, count, head_dim], got ", q.sizes());
+  TORCH_CHECK_VALUE(
+      kv_heads > 0 && q.size(1) % kv_heads == 0, "q: expected a multiple of ", kv_heads, " kv heads, got ", q.size(1), " heads");
   expect_index(start, "start");
-  EXPECT_SIZES(start, "start", {q.size(0)});
-  TORCH_CHECK_VALUE(!window || *window >= 1, "window must be at least 1 or None, got ", *window);
-  TORCH_CHECK_VALUE(!softcap || *softcap > 0, "softcap must be above 0 or None, got ", *softcap);
+  expect_sizes(start, "start", {q.size(0)});
+  TORCH_CHECK_VALUE(!window || *window >= 1, "window: expected at least 1 or None, got ", *window);
+  TORCH_CHECK_VALUE(!softcap || *softcap > 0, "softcap: expected above 0 or None, got ", *softcap);
   if (sinks) {
-    TORCH_CHECK_VALUE(sinks->scalar_type() == at::kFloat || sinks->scalar_type() == q.scalar_type(), "sinks must be float32 or ",
-        q.scalar_type(), " like q, got ", sinks->scalar_type());
-    EXPECT_SIZES(*sinks, "sinks", {q.size(1)});
+    if (sinks->scalar_type() != at::kFloat) {
+      expect_like(*sinks, "sinks", q);
+    }
+    expect_sizes(*sinks, "sinks", {q.size(1)});
   }
   Problem p{};
   p.batch = q.size(0);
@@ -69,17 +79,23 @@ Problem problem_of(const Tensor& q, const Tensor& start, int64_t kv_heads, doubl
 
 void expect_starts(const Problem& p, int64_t capacity) {
   for (int64_t b = 0; b < p.batch; ++b) {
-    TORCH_CHECK_VALUE(p.start[b] >= 0 && p.start[b] + p.count <= capacity, "start[", b, "] must be in 0..", capacity - p.count, " (room for ",
-        p.count, " new tokens in ", capacity, " cells), got ", p.start[b]);
+    const int64_t first = p.start[b];
+    TORCH_CHECK_VALUE(
+        first >= 0 && first + p.count <= capacity,
+        "start[", b, "]: expected 0..", capacity - p.count, " (room for ", p.count, " new tokens in ", capacity, " cells), got ",
+        first);
   }
 }
 
+// Every page that holds a visible cell exists; other entries are never read.
 void expect_pages(const Problem& p, const Tensor& table, int64_t page_size, int64_t num_pages) {
   for (int64_t b = 0; b < p.batch; ++b) {
     const int32_t* ids = table.const_data_ptr<int32_t>() + b * table.stride(0);
     const Range seen = p.visible(b, 0, p.count);
     for (int64_t page = seen.begin / page_size; page * page_size < seen.end; ++page) {
-      TORCH_CHECK_VALUE(ids[page] >= 0 && ids[page] < num_pages, "block_table[", b, ", ", page, "] must be a page in 0..", num_pages, ", got ", ids[page]);
+      TORCH_CHECK_VALUE(
+          ids[page] >= 0 && ids[page] < num_pages,
+          "block_table[", b, ", ", page, "]: expected a page in 0..", num_pages - 1, ", got ", ids[page]);
     }
   }
 }
@@ -118,7 +134,7 @@ Tensor by_type(const Tensor& q, const Body& body) {
     case at::kHalf:
       return body(at::Half{});
     default:
-      TORCH_CHECK_VALUE(false, "q must be float32, bfloat16 or float16, got ", q.scalar_type());
+      TORCH_CHECK_VALUE(false, "q: expected float32, bfloat16 or float16, got ", q.scalar_type());
   }
 }
 
@@ -131,12 +147,12 @@ Tensor attend(
     Window window,
     Softcap softcap,
     const Sinks& sinks) {
-  TORCH_CHECK_VALUE(k_cache.dim() == 4, "k_cache must be [batch, kv_heads, cells, head_dim], got ", k_cache.sizes());
+  TORCH_CHECK_VALUE(k_cache.dim() == 4, "k_cache: expected [batch, kv_heads, cells, head_dim], got ", k_cache.sizes());
   const Tensor first = start.contiguous();
   const Problem p = problem_of(q, first, k_cache.size(1), scale, window, softcap, sinks);
   for (const auto& [cache, name] : {std::pair{&k_cache, "k_cache"}, std::pair{&v_cache, "v_cache"}}) {
     expect_like(*cache, name, q);
-    EXPECT_SIZES(*cache, "a cache", {p.batch, p.kv_heads, k_cache.size(2), p.dim});
+    expect_sizes(*cache, name, {p.batch, p.kv_heads, k_cache.size(2), p.dim});
     expect_rows(*cache, name);
   }
   expect_starts(p, k_cache.size(2));
@@ -179,20 +195,24 @@ Tensor paged_attend(
     Window window,
     Softcap softcap,
     const Sinks& sinks) {
-  TORCH_CHECK_VALUE(page_dim == 0 || page_dim == 1, "page_dim must be 0 (paged) or 1 (linear), got ", page_dim);
-  TORCH_CHECK_VALUE(pool.dim() == 5, "pool must be [pages, 2, kv_heads, page_size, head_dim] or [2, slots, ...], got ", pool.sizes());
+  TORCH_CHECK_VALUE(page_dim == 0 || page_dim == 1, "page_dim: expected 0 (paged) or 1 (linear), got ", page_dim);
+  TORCH_CHECK_VALUE(
+      pool.dim() == 5, "pool: expected 5 axes, pages and K/V in either order, kv_heads, page_size, head_dim, got ", pool.sizes());
   const int64_t kv_dim = 1 - page_dim, page_size = pool.size(3);
   const Tensor first = start.contiguous();
   const Problem p = problem_of(q, first, pool.size(2), scale, window, softcap, sinks);
   expect_like(k, "k", q);
   expect_like(v, "v", q);
   expect_like(pool, "pool", q);
-  EXPECT_SIZES(k, "k", {p.batch, p.kv_heads, p.count, p.dim});
-  EXPECT_SIZES(v, "v", {p.batch, p.kv_heads, p.count, p.dim});
-  TORCH_CHECK_VALUE(pool.size(kv_dim) == 2 && pool.size(4) == p.dim, "pool must hold 2 planes of head_dim ", p.dim, " on axis ", kv_dim, ", got ", pool.sizes());
+  expect_sizes(k, "k", {p.batch, p.kv_heads, p.count, p.dim});
+  expect_sizes(v, "v", {p.batch, p.kv_heads, p.count, p.dim});
+  TORCH_CHECK_VALUE(pool.size(kv_dim) == 2, "pool: expected 2 planes, K and V, on axis ", kv_dim, ", got ", pool.size(kv_dim));
+  TORCH_CHECK_VALUE(pool.size(4) == p.dim, "pool: expected head_dim ", p.dim, " like q, got ", pool.size(4));
   expect_rows(pool, "pool");
   expect_index(block_table, "block_table");
-  TORCH_CHECK_VALUE(block_table.dim() == 2 && block_table.size(0) == p.batch, "block_table must be [", p.batch, ", max_pages], got ", block_table.sizes());
+  TORCH_CHECK_VALUE(
+      block_table.dim() == 2 && block_table.size(0) == p.batch,
+      "block_table: expected [", p.batch, ", max_pages], got ", block_table.sizes());
   const Tensor table = with_contiguous_rows(block_table);
   expect_starts(p, table.size(1) * page_size);
   expect_pages(p, table, page_size, pool.size(page_dim));
@@ -200,7 +220,8 @@ Tensor paged_attend(
   return by_type(q, [&](auto element) {
     using T = decltype(element);
     const auto plane = [&](int64_t kind) {
-      return Plane<T>{pool.mutable_data_ptr<T>() + kind * pool.stride(kv_dim), pool.stride(page_dim), pool.stride(2), pool.stride(3)};
+      T* data = pool.mutable_data_ptr<T>() + kind * pool.stride(kv_dim);
+      return Plane<T>{data, pool.stride(page_dim), pool.stride(2), pool.stride(3)};
     };
     const Cells<T> cells{plane(0), plane(1), page_size, table.const_data_ptr<int32_t>(), table.stride(0)};
     const Tensor keys = with_contiguous_rows(k), values = with_contiguous_rows(v);

@@ -16,7 +16,6 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-
 @triton.jit(do_not_specialize=["count", "table_stride", "k_batch", "v_batch"], do_not_specialize_on_alignment=["table", "start"])
 def write_kernel(
     k,
@@ -97,12 +96,12 @@ def _attend_cells(
     d = tl.arange(0, BLOCK_D)
     for block in range(begin, end):
         cell = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        if MASKED:
-            inside = (cell >= first_cell) & (cell < past_cell)
-        else:
-            inside = cell >= 0
+        inside = (cell >= first_cell) & (cell < past_cell) if MASKED else cell >= 0
         if PAGED:
-            page = tl.load(table + cell // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+            if PAGE_SIZE % BLOCK_N == 0:
+                page = tl.load(table + block * BLOCK_N // PAGE_SIZE).to(tl.int64)
+            else:
+                page = tl.load(table + cell // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
             token = cell % PAGE_SIZE
             key_at = page * k_page + token * k_token
             value_at = page * v_page + token * v_token
@@ -183,8 +182,8 @@ def attend_kernel(
 ):
     """Rows of one (batch row, kv head) against one of SPLITS shares of their visible cells.
 
-    Grid: (row blocks * SPLITS, kv heads, batch). With one split it writes `out`; with more, the unnormalised sums to
-    `partial [B, H, count, SPLITS, DIM]` and the largest score and the sum of weights to `stats [2, B, H, count, SPLITS]`, all float32.
+    Grid: (row blocks * SPLITS, kv heads, batch). With one split it writes `out`; with more, float32 shares of it: unnormalised sums
+    to `partial [B, H, count, SPLITS, DIM]`, largest scores and sums of weights to `stats [2, B, H, count, SPLITS]`.
     """
     kv_head = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -277,7 +276,7 @@ def reduce_kernel(
     SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Join the shares of one output row. Grid: (rows,) with rows = batch * heads * count; BLOCK_S is SPLITS or the next power of two."""
+    """Join the shares of one output row. Grid: batch * heads * count rows. BLOCK_S: SPLITS rounded up to a power of two."""
     row = tl.program_id(0).to(tl.int64)
     token = row % count
     head = row // count % heads

@@ -1,5 +1,6 @@
-"""CUDA implementations of the attention ops: plan on the host from shapes, then launches only. Nothing waits for the device, so calls
-can be captured in CUDA graphs. Under TRITON_INTERPRET=1 the same launches run on CPU tensors.
+"""CUDA implementations of the attention ops: plan on the host from shapes, then launches only.
+
+Nothing waits for the device: calls can be captured in CUDA graphs. Under TRITON_INTERPRET=1 the same launches run on the CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +31,18 @@ def attend(
 ) -> Tensor:
     """See `reference.attend`; head_dim at most 256."""
     return _attend(
-        q, k_cache, v_cache, None, start, k_cache.stride()[:3], v_cache.stride()[:3], k_cache.shape[2], scale, window, softcap, sinks
+        q,
+        k_cache,
+        v_cache,
+        None,
+        start,
+        k_cache.stride()[:3],
+        v_cache.stride()[:3],
+        k_cache.shape[2],
+        scale,
+        window,
+        softcap,
+        sinks,
     )
 
 
@@ -96,7 +108,7 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention over pages of `page_size` cells (a row's own, where there is no block table); strides are of (page, head, token)."""
+    """Attention over pages of `page_size` cells, without a block table one a row; strides are of (page, head, token)."""
     batch, heads, count, dim = q.shape
     if dim > MAX_HEAD_DIM:
         raise ValueError(f"q: expected head_dim of at most {MAX_HEAD_DIM}, got {dim}")

@@ -1,4 +1,4 @@
-"""How a launch is cut: tiles, splits and warps from shapes alone. Pure, the same for every call of a shape, nothing is tuned at run time."""
+"""How a launch is cut: tiles, splits and warps from shapes alone. Pure; nothing is tuned at run time."""
 
 from __future__ import annotations
 

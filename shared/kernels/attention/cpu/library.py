@@ -1,0 +1,24 @@
+"""The compiled CPU kernels of the attention ops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from shared.kernels.build import load_library
+
+_FOLDER = Path(__file__).parent
+_SOURCES = (_FOLDER / "ops.cpp",)
+_HEADERS = tuple(_FOLDER / name for name in ("cells.h", "decode.h", "prefill.h", "vec.h"))
+
+
+def load_kernels() -> Path | None:
+    """Register the kernels with torch's dispatcher, compiled on a machine's first use (about half a minute); the library's path.
+
+    None, with the reason logged, where this host cannot build them; BuildFailed when its compiler rejects them.
+    """
+    capability = torch.backends.cpu.get_cpu_capability()
+    # ATen's vectors have their widths chosen by macros, not by -march; without them they are portable arrays.
+    macros = (f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}") if capability in ("AVX2", "AVX512") else ()
+    return load_library("attention", _SOURCES, macros, _HEADERS)
