@@ -94,8 +94,8 @@ def stream_answer(session: Session, engine: str, report: Report) -> None:
     request = inference_pb2.GenerateRequest(
         engine=engine,
         text=PROMPT,
-        sampling=inference_pb2.Sampling(temperature=0.0),
-        stopping=inference_pb2.Stopping(max_tokens=MAX_TOKENS),
+        sampling=inference_pb2.Sampling(temperature=0.7, top_p=0.9, repetition_penalty=1.1, seed=7),
+        stopping=inference_pb2.Stopping(max_tokens=MAX_TOKENS, min_tokens=MAX_TOKENS - 64),
         kv=inference_pb2.KVOptions(policy=inference_pb2.CompactionOptions(name="sink_recent", budget=BUDGET, interval=INTERVAL)),
     )
     with session.inference() as stub:

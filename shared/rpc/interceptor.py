@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from shared.errors import InternalError, QuireError
+from shared.errors import FieldOutOfRange, InternalError, QuireError
 from shared.ids import new_id
 from shared.rpc.status import to_status
 
@@ -39,17 +40,28 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or not method.startswith(_OURS):
             return handler
-        codec = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
+        # Requests reach the guard as bytes: what cannot be parsed is the caller's error too, and grpc would call it UNKNOWN.
+        parse, codec = _parser(handler.request_deserializer), {"response_serializer": handler.response_serializer}
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream, method), **codec)
-        return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, method), **codec)
+            return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream, parse, method), **codec)
+        return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, parse, method), **codec)
 
 
-def _guard_unary(call: Unary, method: str) -> Unary:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+def _parser(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def parse(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            raise FieldOutOfRange(f"the request is no message of this method: {error}; is a text field valid UTF-8?") from error
+
+    return parse
+
+
+def _guard_unary(call: Unary, parse: Callable[[bytes], Any], method: str) -> Unary:
+    async def guarded(data: bytes, context: grpc.aio.ServicerContext) -> Any:
         started = time.monotonic()
         try:
-            response = await call(request, context)
+            response = await call(parse(data), context)
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is becomes a status
             await _abort(error, context, method, started)
         _log(method, started, "OK")
@@ -58,11 +70,11 @@ def _guard_unary(call: Unary, method: str) -> Unary:
     return guarded
 
 
-def _guard_stream(call: Streaming, method: str) -> Streaming:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+def _guard_stream(call: Streaming, parse: Callable[[bytes], Any], method: str) -> Streaming:
+    async def guarded(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         started = time.monotonic()
         try:
-            async for response in call(request, context):
+            async for response in call(parse(data), context):
                 yield response
         except asyncio.CancelledError:
             _log(method, started, "CANCELLED")

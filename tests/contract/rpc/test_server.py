@@ -51,6 +51,18 @@ async def test_typed_and_untyped_errors_become_statuses(address):
         assert from_rpc_error(caught.value).details["incident"] in caught.value.details()
 
 
+@pytest.mark.parametrize("garbage", [b"\x0a\x02\xff\xfe", b"\xff\xff\xff", b"\x0a\x7f"], ids=["bad UTF-8", "no tag", "truncated"])
+async def test_a_request_that_is_no_message_is_the_callers_error(address, garbage):
+    """BR-161: protobuf garbage and invalid UTF-8 are INVALID_ARGUMENT, for unary calls and streams."""
+    async with grpc.aio.insecure_channel(address[0]) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/quire.v1.Control/Abort")(garbage)
+        assert type(from_rpc_error(caught.value)) is errors.FieldOutOfRange
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_stream("/quire.v1.Inference/Generate")(garbage).read()
+        assert type(from_rpc_error(caught.value)) is errors.FieldOutOfRange
+
+
 async def test_a_stream_that_fails_keeps_what_it_sent(address):
     async with grpc.aio.insecure_channel(address[0]) as channel:
         call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest())

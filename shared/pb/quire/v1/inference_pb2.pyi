@@ -91,7 +91,7 @@ class GenerateRequest(_message.Message):
     def kv(self) -> Global___KVOptions: ...
     @_builtins.property
     def queue_timeout(self) -> _duration_pb2.Duration:
-        """Longest wait for a place, and longest run after it. Unset = the server's limits, which also cap these."""
+        """Longest wait for a place, and longest life of the request, that wait included. Unset = the server's limits, which also cap these."""
 
     @_builtins.property
     def run_timeout(self) -> _duration_pb2.Duration: ...
