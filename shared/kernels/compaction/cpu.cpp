@@ -14,6 +14,10 @@
 #include <cstring>
 #include <vector>
 
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 // Source of cells that become zeros.
@@ -111,14 +115,47 @@ void fill_holes(RunList& runs, const Request& request, const int32_t* kept, int6
   for (; next < request.keep; ++next) runs.move(kept[next], next_hole());
 }
 
-void execute(const std::vector<Run>& runs, uint8_t* plane) {
-  for (const Run& run : runs) {
-    if (run.source == kZero) {
-      std::memset(plane + run.destination, 0, run.bytes);
+// Rounds that move more than this many bytes leave the caches to others.
+constexpr int64_t kStreamFrom = int64_t{64} << 20;
+constexpr size_t kRunsAhead = 8;
+constexpr int64_t kLine = 64;
+constexpr int64_t kMostAhead = 8 * kLine;
+
+void prefetch(const Run& run, const uint8_t* plane) {
+  if (run.source == kZero) return;
+  for (int64_t i = 0; i < std::min(run.bytes, kMostAhead); i += kLine) __builtin_prefetch(plane + run.source + i);
+}
+
+void copy(const Run& run, uint8_t* plane, bool stream) {
+  uint8_t* to = plane + run.destination;
+  const uint8_t* from = plane + run.source;
+#if defined(__AVX__)
+  if (stream && run.bytes % kLine == 0 && reinterpret_cast<uintptr_t>(to) % kLine == 0) {
+    // Line by line, loaded before it is stored: safe on a run that overlaps itself, since within a page moves go downwards.
+    for (int64_t i = 0; i < run.bytes; i += kLine) {
+      const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+      const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i + kLine / 2));
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), low);
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i + kLine / 2), high);
+    }
+    return;
+  }
+#endif
+  std::memmove(to, from, run.bytes);
+}
+
+void execute(const std::vector<Run>& runs, uint8_t* plane, bool stream) {
+  for (size_t i = 0; i < runs.size(); ++i) {
+    if (i + kRunsAhead < runs.size()) prefetch(runs[i + kRunsAhead], plane);
+    if (runs[i].source == kZero) {
+      std::memset(plane + runs[i].destination, 0, runs[i].bytes);
     } else {
-      std::memmove(plane + run.destination, plane + run.source, run.bytes);
+      copy(runs[i], plane, stream);
     }
   }
+#if defined(__AVX__)
+  if (stream) _mm_sfence();  // streamed stores are visible to other threads before this plane counts as done
+#endif
 }
 
 void compact_group(
@@ -163,6 +200,12 @@ void compact_group(
     for (int64_t i = begin; i < end; ++i) lists[i] = build(i / list_rows, i % list_rows);
   });
 
+  int64_t moved = 0;
+  for (const auto& list : lists) {
+    for (const Run& run : list) moved += run.bytes;
+  }
+  const bool stream = moved * 2 * heads * layers / list_rows > kStreamFrom;
+
   std::vector<uint8_t*> bytes(layers);
   for (int64_t layer = 0; layer < layers; ++layer) bytes[layer] = pools[layer].mutable_data_ptr<uint8_t>();
   at::parallel_for(0, request_count * layers * heads * 2, 1, [&](int64_t begin, int64_t end) {
@@ -170,7 +213,7 @@ void compact_group(
       // K and V fastest, then heads: neighbours in memory for both layouts' pages.
       const int64_t kv = i % 2, head = i / 2 % heads, request = i / 2 / heads % request_count, layer = i / 2 / heads / request_count;
       const int64_t list_row = layer * list_layer_step + head * head_step;
-      execute(lists[request * list_rows + list_row], bytes[layer] + kv * pool.stride(1) + head * pool.stride(2));
+      execute(lists[request * list_rows + list_row], bytes[layer] + kv * pool.stride(1) + head * pool.stride(2), stream);
     }
   });
 }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from math import gcd
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from shared.kernels.compaction.moves import ZERO, Moves, hole_filling_moves, ord
 
 CHUNK = 1024
 """Rows held outside the pool at a time."""
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def bind(groups: tuple[BoundGroup, ...], inputs: RoundInputs, fault_key: torch.Tensor | None) -> Callable[[int], None]:
@@ -31,21 +34,7 @@ def _run(groups: tuple[BoundGroup, ...], inputs: RoundInputs, fault_key: torch.T
             for list_row in range(group.list_rows):
                 moves = _list(group, inputs, request, list_row)
                 if moves is not None and len(moves):
-                    cells = _cells(group, request, moves.src), _cells(group, request, moves.dst)
-                    for planes in _planes(group, list_row):
-                        _move(planes, moves, *cells)
-
-
-def _planes(group: BoundGroup, list_row: int) -> Iterator[torch.Tensor]:
-    """Views `[pages, 2, heads, page_size, row_bytes]` of what one list of moves rules."""
-    heads = group.geometry.kv_heads
-    if group.list_layer_step:
-        head = list_row % heads
-        yield group.pools[list_row // heads][:, :, head : head + 1]
-    elif group.head_step:
-        yield from (pool[:, :, list_row : list_row + 1] for pool in group.pools)
-    else:
-        yield from group.pools
+                    _move(group, list_row, moves, _cells(group, request, moves.src), _cells(group, request, moves.dst))
 
 
 def _list(group: BoundGroup, inputs: RoundInputs, request: int, list_row: int) -> Moves | None:
@@ -63,23 +52,38 @@ def _list(group: BoundGroup, inputs: RoundInputs, request: int, list_row: int) -
     return build(inputs.kept[request, row, :keep].numpy(), base, valid_len, tail, scrub_to)
 
 
-def _cells(group: BoundGroup, request: int, ordinals: NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(page, slot) of each ordinal; page -1 where there is none."""
-    page_size, table = group.geometry.page_size, group.block_table[request].numpy()
-    entry = np.clip(ordinals // page_size, 0, len(table) - 1)
-    page = table[entry]
-    exists = (ordinals // page_size == entry) & (page >= 0) & (page < group.geometry.num_pages)
-    return torch.from_numpy(np.where(exists, page, -1).astype(np.int64)), torch.from_numpy((ordinals % page_size).astype(np.int64))
+def _cells(group: BoundGroup, request: int, ordinals: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Byte offset of each ordinal inside a (K or V, head) plane; -1 where there is none."""
+    geometry, table = group.geometry, group.block_table[request].numpy()
+    entry, slot = np.divmod(ordinals, geometry.page_size)
+    page = table[np.clip(entry, 0, len(table) - 1)].astype(np.int64)
+    exists = (entry >= 0) & (entry < len(table)) & (page >= 0) & (page < geometry.num_pages)
+    return np.where(exists, page * geometry.page_stride + slot * geometry.token_stride, -1)
 
 
-def _move(
-    planes: torch.Tensor, moves: Moves, src: tuple[torch.Tensor, torch.Tensor], dst: tuple[torch.Tensor, torch.Tensor]
-) -> None:
-    zero = torch.from_numpy(moves.src == ZERO)
-    doable = (dst[0] >= 0) & (zero | (src[0] >= 0))
-    for low in range(0, len(moves), CHUNK):
+def _move(group: BoundGroup, list_row: int, moves: Moves, src: NDArray[np.int64], dst: NDArray[np.int64]) -> None:
+    """Execute one list on every plane it rules. A row is a few units, the largest pieces that all strides are multiples of."""
+    geometry, heads = group.geometry, group.geometry.kv_heads
+    layers = [list_row // heads] if group.list_layer_step else range(len(group.pools))
+    head = np.array([list_row % heads]) if group.head_step else np.arange(heads)
+    unit = gcd(geometry.row_bytes, geometry.page_stride, geometry.kv_stride, geometry.head_stride, geometry.token_stride)
+    planes = (np.arange(2) * geometry.kv_stride)[:, None] + head * geometry.head_stride
+    pieces = (planes.reshape(-1, 1) + np.arange(0, geometry.row_bytes, unit)).flatten() // unit
+
+    zero = moves.src == ZERO
+    doable = np.flatnonzero((dst >= 0) & (zero | (src >= 0)))
+    for low in range(0, len(doable), CHUNK):
         here = doable[low : low + CHUNK]
-        src_page, src_slot, dst_page, dst_slot, blank = (part[low : low + CHUNK][here] for part in (*src, *dst, zero))
-        rows = planes[src_page, :, :, src_slot]
-        rows[blank] = 0
-        planes[dst_page, :, :, dst_slot] = rows
+        read, blank = (src[here, None] // unit + pieces).clip(0), zero[here]
+        from_units, to_units = (torch.from_numpy(index.flatten()) for index in (read, dst[here, None] // unit + pieces))
+        for layer in layers:
+            units = _units(group.pools[layer], unit)
+            rows = units.index_select(0, from_units)
+            rows.view(len(here), -1)[torch.from_numpy(blank)] = 0
+            units.index_copy_(0, to_units, rows)
+
+
+def _units(pool: torch.Tensor, unit: int) -> torch.Tensor:
+    """Everything a byte view spans as `[units, words]`, padding included, in the widest words: torch copies word by word."""
+    span = sum(stride * (size - 1) for stride, size in zip(pool.stride(), pool.shape, strict=True)) + 1
+    return pool.as_strided((span // unit, unit), (unit, 1)).view(_WORDS[gcd(8, unit, pool.storage_offset())])

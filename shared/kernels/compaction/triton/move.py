@@ -54,7 +54,7 @@ def _load_tile(
     KV_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
 ):
-    """The tile of moves from `move` on, up to `end`: destination cell (-1: none) of each vector `[BLOCK]`, K and V `[BLOCK, WIDTH]`."""
+    """Moves `move..end`, at most a tile: destination cell (-1: none) of each vector `[BLOCK]`, K and V bytes `[BLOCK, WIDTH]`."""
     row = tl.arange(0, BLOCK) // ROW_VECTORS
     live = (row < BLOCK // ROW_VECTORS) & (move + row < end)
     src = tl.load(src_cells + move + row, mask=live, other=-1)
