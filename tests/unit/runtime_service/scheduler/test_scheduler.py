@@ -105,6 +105,7 @@ def test_admission_leaves_a_page_for_each_running_sequence_to_grow(bench: type[B
     newcomer = b.add(prompt=36)
     b.step()
     assert newcomer.status is Status.WAITING  # 9 pages are free, 1 of them spoken for
+    assert newcomer.preemptions == 0
     smaller = bench(11)
     smaller.add(prompt=4, max_tokens=20)
     smaller.step()
