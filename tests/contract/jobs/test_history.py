@@ -170,6 +170,16 @@ async def test_old_jobs_are_forgotten_whole(backend: Backend) -> None:
     assert (await submit(queue, "r-4", "digest")).created, "its digest answers nobody"
 
 
+async def test_simultaneous_passes_forget_a_job_once(backend: Backend) -> None:
+    queues = [await backend.open(QueuePolicy(retention_s=100)) for _ in range(3)]
+    await submit(queues[0])
+    await succeed(queues[0], await claim(queues[0]))
+    backend.clock.advance(101)
+    reports = await asyncio.gather(*(queue.reclaim() for queue in queues * 3))
+    assert sum(report.forgotten for report in reports) == 1
+    assert await queues[0].count() == dict.fromkeys(JobState, 0)
+
+
 async def test_forgetting_a_job_leaves_a_request_that_went_over_to_a_newer_one(backend: Backend) -> None:
     queue = await backend.open(QueuePolicy(retention_s=100))
     old = (await submit(queue, "r")).job.job_id

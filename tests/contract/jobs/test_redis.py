@@ -175,6 +175,35 @@ async def test_broken_messages_and_records_do_not_stop_the_others(backend: Backe
     assert [job.job_id for job in (await queue.list()).jobs] == [lapsing, healthy]
 
 
+async def test_a_retry_that_becomes_due_is_announced_once(backend: Backend, server: Any) -> None:
+    queue = await backend.open()
+    await submit(queue)
+    await queue.fail_attempt((await claim(queue)).token, ERROR)
+    backend.clock.advance(10)
+    for _ in range(3):
+        await queue.reclaim()
+    assert (server.xlen(READY), server.zcard("{quire}:delayed")) == (1, 0)
+
+
+async def test_a_second_message_for_a_job_is_dropped(backend: Backend, server: Any) -> None:
+    queue = await backend.open()
+    job_id = (await submit(queue)).job.job_id
+    server.xadd(READY, {"job": job_id})
+    await claim(queue)
+    assert await queue.claim("w") is None
+    assert server.xlen(READY) == server.xpending(READY, "workers")["pending"] == 1
+
+
+async def test_a_listing_longer_than_one_look_at_the_index(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.jobs.redis._SCAN", 2)
+    queue = await backend.open()
+    ids = [(await submit(queue, f"r-{n}", f"d-{n}")).job.job_id for n in range(7)]
+    await queue.cancel(ids[3])
+    page = await queue.list(states=[JobState.QUEUED], page_size=5)
+    rest = await queue.list(states=[JobState.QUEUED], page_size=5, page_token=page.next_page_token)
+    assert [job.job_id for job in page.jobs + rest.jobs] == [i for i in reversed(ids) if i != ids[3]]
+
+
 async def test_the_stream_is_bounded_by_what_waits_or_runs(backend: Backend, server: Any) -> None:
     queue = await backend.open()
     for number in range(30):
