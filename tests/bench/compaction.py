@@ -10,6 +10,7 @@ again over its own result: it reads and writes the same cells. `--sweep` tries o
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import statistics
 import time
 from collections.abc import Callable
@@ -47,6 +48,7 @@ class Shape:
 
 BASE = Shape("32 layers, 32 requests, 4096 to 2048")
 ONE = replace(BASE, name="batch 1", batch=1)
+EIGHT_REQUESTS = replace(BASE, name="batch 8", batch=8)
 SMALL_EVICTION = replace(BASE, name="budget 2048 evicting 128", valid_len=2176)
 EIGHT = replace(BASE, name="8 layers", layers=8)
 GPU_SHAPES = [
@@ -58,7 +60,7 @@ GPU_SHAPES = [
     replace(ONE, name="batch 1, 8 layers", layers=8),
     replace(ONE, name="batch 1, hole filling", mode=Mode.HOLE_FILLING),
     replace(BASE, name="batch 4", batch=4),
-    replace(BASE, name="batch 8", batch=8),
+    EIGHT_REQUESTS,
     SMALL_EVICTION,
     replace(SMALL_EVICTION, name="budget 2048 evicting 128, hole filling", mode=Mode.HOLE_FILLING),
     replace(SMALL_EVICTION, name="batch 1, evicting 128", batch=1),
@@ -197,7 +199,7 @@ def bench_gpu(sweep: bool) -> dict[str, Any]:
         seconds[shape.name] = taken
         if shape in (BASE, ONE):
             row["torch_s"] = gpu_seconds(bench.gather_scatter(), repeats=3, inner=1)
-        if sweep and shape in (BASE, ONE, SMALL_EVICTION):
+        if sweep and shape in (BASE, ONE, EIGHT_REQUESTS, SMALL_EVICTION):
             row["sweep"] = sweep_tunings(bench, copy)
         results["shapes"].append(row)
         print_row(row)
@@ -276,7 +278,11 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument(
+        "--limit", type=float, default=480, help="seconds after which the run is given up, say because a kernel hangs"
+    )
     arguments = parser.parse_args()
+    faulthandler.dump_traceback_later(arguments.limit, exit=True)
     results = bench_gpu(arguments.sweep) if arguments.device == "cuda" else bench_cpu()
     if arguments.json is not None:
         write_json(arguments.json, results)

@@ -11,6 +11,7 @@ Every check compares whole allocations. Exit code 0: all equal; 1: something dif
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -177,7 +178,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", default="", help="sections (catalogue, random, races, large, graph, value, idle) or rounds")
+    parser.add_argument(
+        "--limit", type=float, default=480, help="seconds after which the run is given up, say because a kernel hangs"
+    )
     arguments = parser.parse_args()
+    faulthandler.dump_traceback_later(arguments.limit, exit=True)
     device = torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device(arguments.device)
     sections: dict[str, Callable[[torch.device], Iterator[Outcome]]] = {
         "catalogue": lambda device: check_catalogue(device, arguments.only),
