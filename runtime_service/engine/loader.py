@@ -22,6 +22,7 @@ from shared.inductor.files import CONSTANTS_FILE, PACKAGE_DIRECTORY
 from shared.inductor.isa import host_features
 from shared.inductor.package import Package
 from shared.inductor.probe import find_faults
+from shared.inductor.read_back import compare_pools
 from shared.inductor.toolchain import CPU_ISA, runtime_toolchain
 from shared.manifest import EngineManifest, decode_engine_manifest, decode_model_manifest
 
@@ -72,12 +73,10 @@ def check_package(manifest: EngineManifest, package: Package) -> None:
     _require(f"toolchain.{CPU_ISA}", manifest.toolchain.get(CPU_ISA, "nothing"), package.cpu_isa)
     inputs = [binding for binding in manifest.bindings if binding.role is not Role.OUTPUT]
     _require("bindings", f"{len(inputs)} inputs", f"{package.num_inputs} inputs")
-    pools = [(manifest.cache.layout.page_dim, group.window) for _, group in manifest.cache.iter_layers()]
-    _require("cache", str(pools), str([(use.page_dim, use.window) for use in package.pool_uses]))
+    for mismatch in compare_pools(package.pool_uses, manifest.cache):
+        _require(mismatch.field, mismatch.expected, mismatch.got)
     promised = sorted(alias.input for alias in manifest.aliases if alias.input == alias.output)
     _require("aliases", str(sorted(pool_name(layer) for layer in range(manifest.cache.num_layers))), str(promised))
-    in_place = len({use.pool for use in package.pool_uses if use.in_place})
-    _require("aliases", f"{len(pools)} pools written in place", f"{in_place} pools written in place")
 
 
 def _bound_weights(manifest: EngineManifest, weights: ModelWeights) -> dict[str, Tensor]:

@@ -32,7 +32,9 @@ _MAKERS = (
     "shared/*.py",
     "shared/inductor/*.py",
     "shared/kernels/attention/**/*",
-    "tests/support/*.py",
+    "tests/support/decoders.py",
+    "tests/support/engines.py",
+    "tests/support/sources.py",
 )
 PROFILES = ("decode=4x1", "prefill=3x32")
 MAX_LEN, PAGE_SIZE = 48, 8

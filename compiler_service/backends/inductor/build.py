@@ -18,6 +18,7 @@ from shared.bindings import LOGITS, AliasedBinding, BindingSpec, Role, pool_name
 from shared.errors import BuildFailed
 from shared.inductor.files import CONSTANTS_FILE, PACKAGE_DIRECTORY
 from shared.inductor.package import Package
+from shared.inductor.read_back import compare_pools
 from shared.inductor.toolchain import CPU_ISA
 from shared.manifest import Target
 
@@ -47,13 +48,15 @@ def build_engine(program: DecoderProgram, target: CpuTarget, directory: Path) ->
     """
     archive = directory / "engine.pt2"
     options: dict[str, object] = {"aot_inductor.package_constants_in_so": False, "cpp.march": target.march}
-    with torch.no_grad():
-        aoti_compile_and_package(program.program, package_path=str(archive), inductor_configs=options)
+    try:
+        with torch.no_grad():
+            aoti_compile_and_package(program.program, package_path=str(archive), inductor_configs=options)
+    except RuntimeError as error:  # the base of everything Inductor and its C++ builder raise
+        raise BuildFailed(f"Inductor could not compile the program: {error}") from error
     _unpack(archive, directory / PACKAGE_DIRECTORY)
     archive.unlink()
     package = Package(directory / PACKAGE_DIRECTORY)
-    _check_pools(package, program)
-    constants = _weights_of(package, program)
+    check_package(package, program)
     own = {name: value for name, value in program.constants.items() if name in package.constants}
     save_file(own, directory / CONSTANTS_FILE)
     return BuiltEngine(
@@ -62,7 +65,7 @@ def build_engine(program: DecoderProgram, target: CpuTarget, directory: Path) ->
         toolchain={**build_toolchain(), CPU_ISA: package.cpu_isa},
         bindings=_bindings(program),
         aliases=tuple(AliasedBinding(pool_name(layer), pool_name(layer)) for layer in range(program.cache.num_layers)),
-        constants=constants,
+        constants=dict(program.weights),
     )
 
 
@@ -76,28 +79,17 @@ def _unpack(archive: Path, directory: Path) -> None:
     shutil.rmtree(scratch)
 
 
-def _check_pools(package: Package, program: DecoderProgram) -> None:
-    """BuildFailed unless the generated code hands every caller's pool to our op as it is, with the layout and window it has."""
-    wanted = [(program.cache.layout.page_dim, group.window) for _, group in program.cache.iter_layers()]
-    got = [(use.page_dim, use.window) for use in package.pool_uses]
-    if got != wanted:
-        raise BuildFailed(f"the engine should attend over pools of (page axis, window) {wanted}; it does over {got}")
-    if copied := [use.pool for use in package.pool_uses if not use.in_place]:
-        raise BuildFailed(f"Inductor copies {len(copied)} of {len(wanted)} pools before attending ({copied[0]}, ...)")
-    if len({use.pool for use in package.pool_uses}) != len(wanted):
-        raise BuildFailed("two layers of the engine write one pool")
-
-
-def _weights_of(package: Package, program: DecoderProgram) -> dict[str, str]:
-    """BuildFailed unless every weight of the program is a constant of the package, and every constant is known."""
+def check_package(package: Package, program: DecoderProgram) -> None:
+    """BuildFailed unless the package writes every pool in place and leaves every weight to be bound."""
+    for mismatch in compare_pools(package.pool_uses, program.cache):
+        raise BuildFailed(
+            f"Inductor made another engine than the program asks for: {mismatch.expected} expected; got {mismatch.got}"
+        )
     if baked := sorted(program.weights.keys() - package.constants):
         # Inductor writes one-dimensional tensors of up to eight elements into the code: here, memory nobody initialised.
-        raise BuildFailed(
-            f"Inductor baked {len(baked)} weights into the code ({baked[0]}); tensors of 8 elements or fewer cannot be bound"
-        )
+        raise BuildFailed(f"Inductor baked {len(baked)} weights into the code ({baked[0]}); they cannot be bound")
     if unknown := sorted(package.constants - program.weights.keys() - program.constants.keys()):
         raise BuildFailed(f"the package wants {len(unknown)} constants the program does not have ({unknown[0]})")
-    return dict(program.weights)
 
 
 def _bindings(program: DecoderProgram) -> tuple[BindingSpec, ...]:

@@ -22,19 +22,19 @@ _HISTORY = 3
 
 
 def verify_engine(built: BuiltEngine, exported: DecoderProgram, weights: Path) -> None:
-    """BuildFailed unless the engine passes the probe every load repeats and, at the smallest, the usual and the largest shape
-    of every profile, gives the logits of the exported linear program run eagerly.
+    """BuildFailed unless the engine gives the logits of the exported linear program, run eagerly, at the smallest, the usual
+    and the largest shape of every profile, and passes the probe that every load repeats.
 
     `exported` is the program before any lowering; `weights` the model's safetensors file.
     """
     tensors = load_file(weights)
     package = _bind(built, tensors)
-    if faults := find_faults(package.run, exported.cache, exported.profiles, exported.vocab_size):
-        raise BuildFailed(f"the engine fails its probe: {'; '.join(faults)}")
     reference = _eager(exported, tensors)
     for profile in exported.profiles.profiles:
         for batch, query_len in _shapes(profile):
             _compare(package, reference, exported, profile.name, batch, query_len)
+    if faults := find_faults(package.run, exported.cache, exported.profiles, exported.vocab_size):
+        raise BuildFailed(f"the engine fails its probe: {'; '.join(faults)}")
 
 
 def _bind(built: BuiltEngine, tensors: dict[str, Tensor]) -> BoundPackage:

@@ -40,7 +40,7 @@ def host_target() -> CpuTarget:
         )
     if platform.machine() != "x86_64":
         return CpuTarget(march=None, features=tuple(sorted(host_features())))
-    return _x86_target(isa)
+    return x86_target(isa)
 
 
 def build_toolchain() -> dict[str, str]:
@@ -49,6 +49,7 @@ def build_toolchain() -> dict[str, str]:
     return {**runtime_toolchain(), "transformers": transformers.__version__, "cpp": compiler.stdout.splitlines()[0]}
 
 
-def _x86_target(isa: VecISA) -> CpuTarget:
+def x86_target(isa: VecISA) -> CpuTarget:
+    """The standard level that holds `isa`, and every feature code for it may use."""
     march, base = ("x86-64-v4", X86_64_V4) if isinstance(isa, VecAVX512) else ("x86-64-v3", X86_64_V3)
     return CpuTarget(march=march, features=tuple(sorted({*base, *features_of_flags(isa.build_arch_flags().split())})))

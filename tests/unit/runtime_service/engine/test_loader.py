@@ -132,7 +132,7 @@ def test_a_package_that_is_not_what_its_manifest_says_is_refused(
 def test_two_layers_on_one_pool_are_refused(manifest: EngineManifest, package_copy: Path) -> None:
     first = Package(package_copy).pool_uses[0].pool
     edit_second_call(package_copy, "pool", {"as_tensor": {"name": first}})
-    with pytest.raises(EngineIncompatible, match="2 pools written in place, here is 1"):
+    with pytest.raises(EngineIncompatible, match="2 pools written in place, here is 1;"):
         check_package(manifest, Package(package_copy))
 
 

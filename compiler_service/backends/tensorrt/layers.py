@@ -1,0 +1,83 @@
+"""TensorRT layers as functions of tensors, for what our own converters emit. Every layer is named after the node it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorrt as trt
+from numpy.typing import NDArray
+
+from shared.errors import BuildFailed
+
+ITensor = Any
+"""The bindings are untyped."""
+
+
+@dataclass(slots=True)
+class Layers:
+    """Adds layers to `network` under names that begin with `prefix`. `kept` holds constants until the network is built."""
+
+    network: Any
+    kept: list[NDArray[Any]]
+    prefix: str = ""
+    _count: int = 0
+
+    def constant(self, values: NDArray[Any], dtype: Any = None) -> ITensor:
+        """`values` as int32 or float32, cast to `dtype` (a trt.DataType) if it is another."""
+        array = np.ascontiguousarray(values)
+        out = self.output(self.network.add_constant(array.shape, trt.Weights(array)), "constant")
+        self.kept.append(array)  # the builder reads the values when it builds, not here
+        return out if dtype is None or out.dtype == dtype else self.cast(out, dtype)
+
+    def elementwise(self, operation: str, left: ITensor, right: ITensor) -> ITensor:
+        layer = self.network.add_elementwise(left, right, getattr(trt.ElementWiseOperation, operation))
+        return self.output(layer, operation.lower())
+
+    def unary(self, operation: str, value: ITensor) -> ITensor:
+        return self.output(self.network.add_unary(value, getattr(trt.UnaryOperation, operation)), operation.lower())
+
+    def tanh(self, value: ITensor) -> ITensor:
+        return self.output(self.network.add_activation(value, trt.ActivationType.TANH), "tanh")
+
+    def cast(self, value: ITensor, dtype: Any) -> ITensor:
+        return value if value.dtype == dtype else self.output(self.network.add_cast(value, dtype), "cast")
+
+    def select(self, condition: ITensor, then: ITensor, otherwise: ITensor) -> ITensor:
+        return self.output(self.network.add_select(condition, then, otherwise), "select")
+
+    def reduce(self, operation: str, value: ITensor, axis: int) -> ITensor:
+        """Over `axis`, which stays with size 1."""
+        layer = self.network.add_reduce(value, getattr(trt.ReduceOperation, operation), 1 << axis, True)
+        return self.output(layer, operation.lower())
+
+    def matmul(self, left: ITensor, right: ITensor, *, transpose_right: bool = False) -> ITensor:
+        right_op = trt.MatrixOperation.TRANSPOSE if transpose_right else trt.MatrixOperation.NONE
+        return self.output(self.network.add_matrix_multiply(left, trt.MatrixOperation.NONE, right, right_op), "matmul")
+
+    def reshape(self, value: ITensor, shape: Sequence[int], *, permute: Sequence[int] | None = None) -> ITensor:
+        """Permute, then reshape; in `shape`, 0 keeps the permuted axis's size and one -1 takes what remains."""
+        layer = self.network.add_shuffle(value)
+        if permute is not None:
+            layer.first_transpose = tuple(permute)
+        layer.reshape_dims = tuple(shape)
+        return self.output(layer, "reshape")
+
+    def axis_size(self, value: ITensor, axis: int) -> ITensor:
+        """int64 `[1]`: the size of `axis` at run time."""
+        shape = self.output(self.network.add_shape(value), "shape")
+        return self.output(self.network.add_slice(shape, (axis,), (1,), (1,)), "size")
+
+    def concat(self, parts: Sequence[ITensor]) -> ITensor:
+        return self.output(self.network.add_concatenation(list(parts)), "concat")
+
+    def output(self, layer: Any, what: str) -> ITensor:
+        """The only output of `layer`; BuildFailed if TensorRT did not accept it."""
+        name = f"{self.prefix}:{what}{self._count}"
+        self._count += 1
+        if layer is None:
+            raise BuildFailed(f"TensorRT did not accept the layer {name}")
+        layer.name = name
+        return layer.get_output(0)

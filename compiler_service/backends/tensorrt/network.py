@@ -1,0 +1,171 @@
+"""A proven decoder step as one TensorRT network.
+
+Torch-TensorRT's registry converts the ordinary ops, node by node; nothing is partitioned, so a network exists only if every node
+has a converter. The writes and the attention are ours: a proven write becomes a KVCacheUpdate layer from the row's start, whose
+output the engine aliases to the cache; `quire::attend` becomes attention over it (attention.py). Weights are inputs of the
+network, so that a build needs none and engines share one copy of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorrt as trt
+import torch
+from torch import fx
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+from torch_tensorrt.dynamo._settings import CompilationSettings
+from torch_tensorrt.dynamo.conversion._ConversionContext import ConversionContext
+from torch_tensorrt.dynamo.conversion._ConverterRegistry import DYNAMO_CONVERTERS, CallingConvention
+from torch_tensorrt.dynamo.conversion.converter_utils import get_node_name
+
+from compiler_service.backends.tensorrt.attention import Masks, attend
+from compiler_service.backends.tensorrt.layers import ITensor, Layers
+from compiler_service.export.program import DecoderProgram
+from compiler_service.proof.certificate import ProofReport, WriteProof
+from shared.bindings import INPUT_IDS, LOGITS, WRITE_START, AliasedBinding, BindingSpec, Role
+from shared.errors import BuildFailed, UnsupportedModel, WriteNotProven
+
+_DTYPES = {
+    torch.float32: trt.float32,
+    torch.float16: trt.float16,
+    torch.bfloat16: trt.bfloat16,
+    torch.int32: trt.int32,
+}
+
+
+def updated(cache: str) -> str:
+    """Name of the output that is the written cache."""
+    return f"{cache}.updated"
+
+
+@dataclass(slots=True)
+class Network:
+    """A network and what its names mean. `bindings` are inputs in the order of the program, weights, then outputs."""
+
+    definition: Any
+    bindings: list[BindingSpec] = field(default_factory=list)
+    aliases: list[AliasedBinding] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+
+
+def build_network(definition: Any, program: DecoderProgram, report: ProofReport) -> Network:
+    """Fill `definition` (a fresh trt.INetworkDefinition) with `program`, whose writes `report` proves.
+
+    WriteNotProven, naming the node, for a write without a proof; UnsupportedModel for an op that no converter takes.
+    """
+    network = Network(definition)
+    _Converter(program, report, network).run()
+    return network
+
+
+class _Converter(fx.Interpreter):
+    """Runs the program's graph on the network's tensors."""
+
+    def __init__(self, program: DecoderProgram, report: ProofReport, network: Network) -> None:
+        exported = program.program
+        super().__init__(fx.GraphModule(torch.nn.Module(), exported.graph))
+        self._program, self._network = program, network
+        self._specs: Mapping[str, InputSpec] = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+        self._writes: dict[str, WriteProof] = {proof.after.node: proof.after for proof in report.caches if proof.ok}
+        settings = CompilationSettings(min_block_size=1, immutable_weights=True)
+        DYNAMO_CONVERTERS.set_compilation_settings(settings)
+        self._context = ConversionContext(network.definition, settings)
+        self._inputs: dict[str, ITensor] = {}
+        self._masks: Masks | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._node = n
+        self._context.current_node = n
+        return super().run_node(n)
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """An input of the network, or the value of a constant."""
+        spec, value = self._specs[self._node.name], self._node.meta["val"]
+        if spec.kind is InputKind.USER_INPUT:
+            name = self._program.inputs[self._node.name]
+            return self._input(name, Role.CACHE if "_cache." in name else Role.INPUT, value)
+        assert spec.target is not None
+        if spec.kind is InputKind.PARAMETER:
+            return self._input(self._program.weights[spec.target], Role.WEIGHT, value)
+        constants = self._program.constants if spec.kind is InputKind.BUFFER else self._program.program.constants
+        return constants[spec.target]
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.quire.attend.default:
+            return self._attend(*args)
+        if self._node.name in self._writes:
+            return self._write(self._writes[self._node.name], args)
+        if written := self._cache_of(self._node):
+            raise WriteNotProven(f"{self._node} writes {written} without a proof that its cells are one run a row")
+        packet = DYNAMO_CONVERTERS.get(self._node)
+        if packet is None:
+            raise UnsupportedModel(f"TensorRT has no converter for {self._node} ({target}); an engine with gaps is not built")
+        converter, convention, _ = packet
+        where = self._network.definition if convention is CallingConvention.LEGACY else self._context
+        return converter(where, target, args, kwargs, get_node_name(self._node))
+
+    def output(self, target: Any, args: Any, kwargs: Any) -> None:
+        """Mark the written caches and the logits."""
+        for spec, tensor in zip(self._program.program.graph_signature.output_specs, args[0], strict=True):
+            if spec.kind is OutputKind.USER_INPUT_MUTATION:
+                assert spec.target is not None
+                cache = self._program.inputs[spec.target]
+                self._output(updated(cache), Role.CACHE, tensor)
+                self._network.aliases.append(AliasedBinding(input=cache, output=updated(cache)))
+            else:
+                self._output(LOGITS, Role.OUTPUT, tensor)
+
+    def _input(self, name: str, role: Role, value: torch.Tensor) -> ITensor:
+        """Tied weights are one input."""
+        if name not in self._inputs:
+            shape = tuple(size if isinstance(size, int) else None for size in value.shape)
+            dims = tuple(-1 if size is None else size for size in shape)
+            self._inputs[name] = self._network.definition.add_input(name, _DTYPES[value.dtype], dims)
+            self._network.bindings.append(BindingSpec(name, role, str(value.dtype).removeprefix("torch."), shape))
+        return self._inputs[name]
+
+    def _output(self, name: str, role: Role, tensor: ITensor) -> None:
+        tensor.name = name
+        self._network.definition.mark_output(tensor)
+        dtype = next(str(known) for known, dtype in _DTYPES.items() if dtype == tensor.dtype).removeprefix("torch.")
+        shape = tuple(None if size < 0 else size for size in tensor.shape)
+        self._network.bindings.append(BindingSpec(name, role, dtype, shape))
+
+    def _write(self, proof: WriteProof, args: Any) -> ITensor:
+        """Rows from `write_start` on. Sizes the graph knows and the network lost on the way are stated again."""
+        cache, update = self._inputs[proof.cache], self._rows_of(proof, args)
+        layers = self._layers()
+        start = self._inputs[WRITE_START]
+        layer = self._network.definition.add_kv_cache_update(cache, update, start, trt.KVCacheMode.LINEAR)
+        return layers.output(layer, "kv_cache_update")
+
+    def _rows_of(self, proof: WriteProof, args: Any) -> ITensor:
+        """The update as `[B, Hkv, n, D]`."""
+        assert proof.run is not None
+        if str(proof.run.start) != f"{WRITE_START}[b]":
+            raise WriteNotProven(f"{proof.node} writes {proof.cache} from {proof.run.start}; the engine's starts are {WRITE_START}")
+        cache = self._inputs[proof.cache]
+        return self._layers().reshape(args[2], (0, cache.shape[1], -1, cache.shape[3]), permute=proof.update_axes)
+
+    def _attend(self, q: Any, k: Any, v: Any, start: Any, scale: float, *rest: Any) -> ITensor:
+        node = self._node
+        if start is not self._inputs[WRITE_START]:
+            raise WriteNotProven(f"{node} masks by {node.args[3]}; the engine's starts are {WRITE_START}")
+        if self._masks is None:
+            layers = Layers(self._network.definition, self._network.kept, "mask")
+            self._masks = Masks(layers, self._inputs[INPUT_IDS], start, self._program.cache.max_len)
+        heads = (node.args[0].meta["val"].shape[1], node.args[1].meta["val"].shape[1])
+        return attend(self._layers(), self._masks, q, k, v, heads, scale, *rest)
+
+    def _layers(self) -> Layers:
+        return Layers(self._network.definition, self._network.kept, self._node.name)
+
+    def _cache_of(self, node: fx.Node) -> str | None:
+        """The cache a node would write, were it a write."""
+        first = node.args[0] if node.args else None
+        if isinstance(first, fx.Node) and "_cache." in self._program.inputs.get(first.name, ""):
+            return None if node.target is torch.ops.aten.sym_size.int else self._program.inputs[first.name]
+        return None
