@@ -51,15 +51,19 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ValueCheck:
-    """`key` is an int64 scalar on the device: NO_FAULT, or the first offender in mixed radix (request, row, index, kind)."""
+    """`key` is an int64 scalar on the device: NO_FAULT, or the first offender in mixed radix (request, row, index, kind).
+    `rows`: the decision rows that each group follows."""
 
     key: torch.Tensor
     groups: tuple[BoundGroup, ...]
+    rows: tuple[torch.Tensor, ...]
     inputs: RoundInputs
 
     @classmethod
     def allocate(cls, groups: tuple[BoundGroup, ...], inputs: RoundInputs) -> ValueCheck:
-        return cls(torch.full((), NO_FAULT, dtype=torch.int64, device=inputs.kept.device), groups, inputs)
+        device = inputs.kept.device
+        rows = tuple(torch.tensor(_decision_rows_of(group), device=device) for group in groups)
+        return cls(torch.full((), NO_FAULT, dtype=torch.int64, device=device), groups, rows, inputs)
 
     def fault(self) -> Fault | None:
         """Decode `key`; waits for the device."""
@@ -75,8 +79,9 @@ class ValueCheck:
         """Check the first `request_count` requests and write `key`."""
         lengths = _Lengths.of(self.inputs, request_count)
         found = [self._first(kind, mask) for kind, mask in _decision_faults(self.inputs, lengths)]
-        for group in self.groups:
-            found += [self._first(kind, mask, rows) for kind, mask, rows in _group_faults(group, self.inputs, lengths)]
+        for group, followed in zip(self.groups, self.rows, strict=True):
+            faults = _group_faults(group, followed, self.inputs, lengths)
+            found += [self._first(kind, mask, rows) for kind, mask, rows in faults]
         first = torch.stack(found).amin()
         self.key.copy_(torch.where(first == torch.iinfo(torch.int64).max, NO_FAULT, first))
 
@@ -135,12 +140,13 @@ def _decision_faults(inputs: RoundInputs, at: _Lengths) -> list[tuple[FaultKind,
     ]
 
 
-def _group_faults(group: BoundGroup, inputs: RoundInputs, at: _Lengths) -> list[tuple[FaultKind, torch.Tensor, torch.Tensor]]:
+def _group_faults(
+    group: BoundGroup, rows: torch.Tensor, inputs: RoundInputs, at: _Lengths
+) -> list[tuple[FaultKind, torch.Tensor, torch.Tensor]]:
     device, page_size = inputs.kept.device, group.geometry.page_size
     table = group.block_table[: at.count].long()
     tail = group.tail[: at.count].long().clamp(0, inputs.tail_capacity)[:, None, None]
     old_end = at.valid_len + tail
-    rows = torch.tensor(_decision_rows_of(group), device=device)
     source, destination = _touched(group, inputs, at, rows, tail)
     by_page = (at.count, len(rows), table.shape[1], page_size)
     source, destination = (mask.expand(by_page[0], by_page[1], -1).view(by_page).any(-1) for mask in (source, destination))
