@@ -58,8 +58,12 @@ class DecoderProgram:
         raise KeyError(binding)
 
 
-def export_decoder(config: PreTrainedConfig, spec: KVCacheSpec, profiles: ProfileSet) -> DecoderProgram:
+def export_decoder(
+    config: PreTrainedConfig, spec: KVCacheSpec, profiles: ProfileSet, *, static_cache: bool = False
+) -> DecoderProgram:
     """Export the decoder of `config` over the caches of `spec`; no weight is read or allocated in memory.
+
+    The caches' length is a dynamic size of the program, or `spec.max_len` where `static_cache` asks for that.
 
     FieldOutOfRange when a profile is longer than the cache, UnsupportedModel when the model does something this export would
     have to ignore, BuildFailed when the program does not keep the ranges the profiles ask for.
@@ -76,13 +80,14 @@ def export_decoder(config: PreTrainedConfig, spec: KVCacheSpec, profiles: Profil
     model = weightless_decoder(config, DType(dtype))
     # torch.export turns a sample size of 0 or 1 into a constant, so every range and every sample reaches at least 2.
     batch, query_len = AxisRange(1, max(2, profiles.max_batch)), AxisRange(1, max(2, profiles.max_query_len))
-    sample_batch, sample_len, sample_max_len = min(3, batch.max), min(5, query_len.max), 7
-    k_cache, v_cache = (_sample_caches(spec, sample_batch, sample_max_len) for _ in "kv")
+    sample_batch, sample_len = min(3, batch.max), min(5, query_len.max)
+    sample_caches = _sample_caches(spec, sample_batch, spec.max_len if static_cache else 7)
+    k_cache, v_cache = sample_caches, list(map(torch.empty_like, sample_caches))
     ids = torch.zeros(sample_batch, sample_len, dtype=torch.int32)
     per_row = torch.zeros(sample_batch, dtype=torch.int32)
     batch_dim = Dim("batch", min=batch.min, max=batch.max)
     len_dim = Dim("query_len", min=query_len.min, max=query_len.max)
-    cache_dims = {0: batch_dim, 2: Dim("max_len", min=2, max=_MAX_LEN_BOUND)}
+    cache_dims = {0: batch_dim} if static_cache else {0: batch_dim, 2: Dim("max_len", min=2, max=_MAX_LEN_BOUND)}
     program = export(
         LiftedStep(DecoderStep(model, spec)),
         (ids, ids.clone(), per_row, per_row.clone(), k_cache, v_cache),
@@ -115,8 +120,9 @@ def export_decoder(config: PreTrainedConfig, spec: KVCacheSpec, profiles: Profil
 
 
 def _sample_caches(spec: KVCacheSpec, batch: int, max_len: int) -> list[Tensor]:
+    """Never filled: tracing reads their shapes, so a long cache takes addresses and no memory."""
     return [
-        torch.zeros(batch, group.kv_heads, max_len, group.head_dim, dtype=getattr(torch, group.dtype.value))
+        torch.empty(batch, group.kv_heads, max_len, group.head_dim, dtype=getattr(torch, group.dtype.value))
         for _, group in spec.iter_layers()
     ]
 

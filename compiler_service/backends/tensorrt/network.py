@@ -43,7 +43,8 @@ def updated(cache: str) -> str:
 
 @dataclass(slots=True)
 class Network:
-    """A network and what its names mean. `bindings` are inputs in the order of the program, weights, then outputs."""
+    """A network and what its names mean. `bindings`: inputs in the order of the program, then outputs. `kept` holds what the
+    definition points at."""
 
     definition: Any
     bindings: list[BindingSpec] = field(default_factory=list)
@@ -73,6 +74,7 @@ class _Converter(fx.Interpreter):
         settings = CompilationSettings(min_block_size=1, immutable_weights=True)
         DYNAMO_CONVERTERS.set_compilation_settings(settings)
         self._context = ConversionContext(network.definition, settings)
+        network.kept.append(self._context)  # it holds the values of constants, which the builder reads when it builds
         self._inputs: dict[str, ITensor] = {}
         self._masks: Masks | None = None
 
@@ -145,7 +147,7 @@ class _Converter(fx.Interpreter):
     def _rows_of(self, proof: WriteProof, args: Any) -> ITensor:
         """The update as `[B, Hkv, n, D]`."""
         assert proof.run is not None
-        if str(proof.run.start) != f"{WRITE_START}[b]":
+        if str(proof.run.start) != f"{self._program.placeholder(WRITE_START)}[row]":
             raise WriteNotProven(f"{proof.node} writes {proof.cache} from {proof.run.start}; the engine's starts are {WRITE_START}")
         cache = self._inputs[proof.cache]
         return self._layers().reshape(args[2], (0, cache.shape[1], -1, cache.shape[3]), permute=proof.update_axes)

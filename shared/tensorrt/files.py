@@ -1,0 +1,3 @@
+"""Names of what a TensorRT engine's artifact holds."""
+
+PLAN_FILE = "engine.plan"
