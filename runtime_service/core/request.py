@@ -12,7 +12,7 @@ from shared.ids import RequestId
 class GenerationRequest:
     """`sampling.n` sequences from one prompt.
 
-    Deadlines are readings of `time.monotonic()`; None waits for ever. `queue_deadline` bounds the wait for the first pages,
+    Deadlines are readings of `time.monotonic()`; None waits for ever. `queue_deadline` bounds the wait for the first step,
     `run_deadline` the whole. Requests of a higher `priority` run first and are preempted last. `cache_salt` separates tenants
     wherever pages are shared between requests.
     """

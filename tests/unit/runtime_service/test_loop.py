@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -178,6 +180,17 @@ def test_an_engine_is_removed_after_its_grace_with_the_rest_ended_as_retryable()
     (again,) = submit(loop, request([1, 2], 5))
     run(loop)
     assert len(again.tokens()) == 5
+
+
+def test_a_removed_engine_leaves_no_memory_behind() -> None:
+    loop = serving(TinyEngine(), num_pages=40)
+    submit(loop, request(range(20), 30, compaction=CompactionParams("knorm", 8, 4)))
+    for _ in range(12):
+        loop.turn()
+    pool = weakref.ref(loop._sessions["tiny"].pool)
+    in_thread(lambda: loop.remove_engine("tiny"), loop)
+    gc.collect()
+    assert pool() is None
 
 
 def test_an_engine_being_removed_finishes_what_it_has_and_admits_no_more() -> None:
