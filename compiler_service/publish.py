@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
@@ -18,6 +19,7 @@ from shared.code_digest import code_digest
 from shared.errors import BuildFailed
 from shared.manifest import SCHEMA_VERSION, EngineManifest, Target, WriteCertificate
 
+_SYMBOL = re.compile(r"\b[su]\d+\b")
 _BUILDER = ("compiler_service/backends",)
 """Our own code that decides what a build makes of a program. What makes the program shows in its graph."""
 
@@ -46,9 +48,10 @@ def engine_key(model: IngestedModel, program: DecoderProgram, target: Target, to
 def describe_graph(program: DecoderProgram) -> list[list[str]]:
     """The whole graph as text: every node with its operator, edges, constant arguments and the shape and type of its value.
 
-    Two programs with the same text compute the same from the same inputs.
+    Two programs with the same text compute the same from the same inputs. Sizes are numbered in the order they appear: what
+    torch calls them depends on what else the process has traced.
     """
-    exported = program.program
+    exported, sizes = program.program, _Sizes()
     nodes = [
         [
             node.op,
@@ -56,18 +59,28 @@ def describe_graph(program: DecoderProgram) -> list[list[str]]:
             str(node.target),
             repr(node.args),
             repr(sorted(node.kwargs.items())),
-            _value_text(node.meta.get("val")),
+            sizes.rename(_value_text(node.meta.get("val"))),
         ]
         for node in exported.graph.nodes
     ]
     bindings = [["binding", placeholder, name] for placeholder, name in program.inputs.items()]
-    ranges = [["range", str(symbol), str(bounds)] for symbol, bounds in sorted(exported.range_constraints.items(), key=str)]
+    ranges = sorted(["range", sizes.rename(str(size)), str(bounds)] for size, bounds in exported.range_constraints.items())
     lifted = [
         ["constant", name, _tensor_digest(value)]
         for name, value in sorted(exported.constants.items())
         if isinstance(value, torch.Tensor)
     ]
     return [*nodes, *bindings, *ranges, *lifted]
+
+
+class _Sizes:
+    """Names for the symbols of a graph, by first appearance."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+
+    def rename(self, text: str) -> str:
+        return _SYMBOL.sub(lambda match: self._names.setdefault(match[0], f"size{len(self._names)}"), text)
 
 
 def _value_text(value: object) -> str:
