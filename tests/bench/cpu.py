@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, StaticCache
+from transformers import StaticCache
 
 from runtime_service.engine.engine import Engine, EngineInputs
 from runtime_service.engine.loader import EngineLoader
@@ -24,6 +24,7 @@ from shared.cli.fetch import fetch_smollm2
 from shared.pb.quire.v1 import inference_pb2
 from tests.bench.machine import write_json
 from tests.e2e.conftest import CACHE, DATA, Quire, start_quire, stop_quire
+from tests.e2e.hf_oracle import load_model
 
 BATCHES = (1, 4, 8)
 PROMPT, NEW = 128, 48
@@ -86,7 +87,7 @@ class Eager:
     """transformers with StaticCache of the same length, its default attention."""
 
     def __init__(self, directory: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self.model = load_model(directory)
 
     @torch.inference_mode()
     def prefill(self, tokens: int) -> float:

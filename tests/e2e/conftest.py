@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from shared.cli.fetch import fetch_smollm2
 
 from shared.cli import watch
+from shared.cli.fetch import fetch_smollm2
 from shared.cli.generate import stream_events
 from shared.cli.options import compile_spec
 from shared.cli.session import Output, Session

@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,17 @@ class Result:
     evicted: int = 0
 
 
+def load_model(directory: Path, **options):
+    """The component's weights in transformers' own model, float32."""
+    config = AutoConfig.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+    missing, unexpected = model.load_state_dict(load_file(directory / "weights.safetensors"), strict=False)
+    assert not unexpected
+    assert set(missing) <= set(model.all_tied_weights_keys), missing
+    model.tie_weights()
+    return model.eval()
+
+
 @dataclass
 class Oracle:
     """A model component directory (config.json, weights.safetensors, tokenizer.json) run by transformers on the CPU in float32."""
@@ -45,12 +57,11 @@ class Oracle:
 
     @cached_property
     def model(self):
-        model = AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32, attn_implementation="eager")
-        return model.eval()
+        return load_model(self.directory, attn_implementation="eager")
 
     @cached_property
     def tokenizer(self):
-        return AutoTokenizer.from_pretrained(self.directory)
+        return PreTrainedTokenizerFast(tokenizer_file=str(self.directory / "tokenizer.json"))
 
     @torch.inference_mode()
     def greedy(
