@@ -98,10 +98,7 @@ def _attend_cells(
         cell = block * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = (cell >= first_cell) & (cell < past_cell) if MASKED else cell >= 0
         if PAGED:
-            if PAGE_SIZE % BLOCK_N == 0:
-                page = tl.load(table + block * BLOCK_N // PAGE_SIZE).to(tl.int64)
-            else:
-                page = tl.load(table + cell // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+            page = tl.load(table + cell // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
             token = cell % PAGE_SIZE
             key_at = page * k_page + token * k_token
             value_at = page * v_page + token * v_token

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DECODE_ROWS = 64
-"""Up to here query rows (tokens x heads of a group) of a (row, kv head) are one tile and the cells are split over programs."""
 MAX_SPLITS = 64
+PROGRAMS_PER_SM = 3
+"""Decode programs that are resident at once; together they keep enough loads in flight to use the memory's bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttendPlan:
-    """Tile of `block_m` query rows and `block_n` cells, cells shared by `splits` programs."""
+    """Tiles of `block_m` query rows and `block_n` cells; the cells of each tile's rows are shared by `splits` programs."""
 
     block_m: int
     block_n: int
@@ -23,23 +23,26 @@ class AttendPlan:
 def plan_attend(
     *, batch: int, kv_heads: int, group: int, count: int, head_dim: int, itemsize: int, capacity: int, num_sms: int
 ) -> AttendPlan:
-    """Plan for `count` new tokens a row, at most `capacity` cells a row, on `num_sms` multiprocessors.
+    """Plan for `count` new tokens a row and at most `capacity` cells a row, on `num_sms` multiprocessors.
 
-    `itemsize` is the element's bytes. The host does not know the rows' lengths; every program takes its share of its own row's.
+    Query rows of a (row, kv head) are its tokens times the `group` heads that share it; `itemsize` is the element's bytes. The host
+    does not know the rows' lengths: every program takes its share of what its own row sees.
     """
     rows = count * group
-    row_bytes = next_power_of_two(head_dim) * itemsize
-    if rows > DECODE_ROWS:
-        block_m = 128 if row_bytes <= 256 else 64
-        block_n = 64 if row_bytes <= 256 else 32
-        return AttendPlan(block_m, block_n, 1, num_warps=8 if block_m == 128 else 4, num_stages=3 if row_bytes <= 256 else 2)
-    block_m = max(16, next_power_of_two(rows))
-    block_n = 64 if row_bytes <= 256 else 32
-    # Two programs a multiprocessor keep enough loads in flight; a share below two tiles costs more to join than it saves.
-    wanted = 2 * num_sms // (batch * kv_heads)
-    worth = -(-capacity // (2 * block_n))
-    splits = max(1, min(wanted, worth, MAX_SPLITS))
-    return AttendPlan(block_m, block_n, splits, num_warps=4, num_stages=3 if row_bytes <= 256 else 2)
+    dim = next_power_of_two(head_dim)
+    # The largest tiles whose sums stay in registers; float32 products run without tensor cores and need more of them.
+    if itemsize == 4:
+        most_rows, block_n = (32 if dim <= 64 else 16), (32 if dim <= 128 else 16)
+    else:
+        most_rows, block_n = (128, 64) if dim <= 128 else (64, 32)
+    block_m = max(16, min(most_rows, next_power_of_two(rows)))
+    programs = batch * kv_heads * -(-rows // block_m)
+    # A share below two tiles costs more to join than it saves.
+    splits = max(1, min(PROGRAMS_PER_SM * num_sms // programs, -(-capacity // (2 * block_n)), MAX_SPLITS))
+    # The compiler shares stages between page ids and the rows behind them: 5 keep two tiles in flight, 3 only one.
+    stages = 2 if itemsize == 4 else 5 if block_m * dim <= 64 * 128 else 3
+    warps = 8 if block_m == 128 or block_m * dim >= 64 * 256 else 4
+    return AttendPlan(block_m, block_n, splits, warps, stages)
 
 
 def next_power_of_two(size: int) -> int:

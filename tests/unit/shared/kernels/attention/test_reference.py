@@ -90,8 +90,17 @@ def test_paged_attend_writes_the_new_rows_and_nothing_else(case: Case) -> None:
     assert torch.equal(inputs.storage.view(torch.int32), before.storage.view(torch.int32))
 
 
-@pytest.mark.parametrize(("start", "count", "window", "cells"), [(0, 1, None, (0, 1)), (10, 3, None, (0, 13)), (10, 1, 4, (7, 11)),
-                                                                (10, 3, 4, (7, 13)), (2, 1, 4, (0, 3)), (0, 5, 1, (0, 5))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("start", "count", "window", "cells"),
+    [
+        (0, 1, None, (0, 1)),
+        (10, 3, None, (0, 13)),
+        (10, 1, 4, (7, 11)),
+        (10, 3, 4, (7, 13)),
+        (2, 1, 4, (0, 3)),
+        (0, 5, 1, (0, 5)),
+    ],
+)
 def test_visible_cells(start: int, count: int, window: int | None, cells: tuple[int, int]) -> None:
     assert reference.visible_cells(start, count, window) == cells
 
