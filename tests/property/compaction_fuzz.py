@@ -47,6 +47,8 @@ def main() -> int:
         if differing:
             print(f"seed {seed}: {differing} differing bytes", file=sys.stderr)
             return 1
+        if (seed + 1) % 1000 == 0:
+            print(f"to seed {seed}: {time.monotonic() - start:.0f} s", flush=True)
     print(f"{arguments.rounds} rounds, movers {', '.join(movers)}: 0 differing bytes, {time.monotonic() - start:.0f} s")
     return 0
 

@@ -121,9 +121,10 @@ constexpr size_t kRunsAhead = 8;
 constexpr int64_t kLine = 64;
 constexpr int64_t kMostAhead = 8 * kLine;
 
-void prefetch(const Run& run, const uint8_t* plane) {
-  if (run.source == kZero) return;
-  for (int64_t i = 0; i < std::min(run.bytes, kMostAhead); i += kLine) __builtin_prefetch(plane + run.source + i);
+void prefetch(const Run& run, const uint8_t* plane, bool stream) {
+  const int64_t bytes = std::min(run.bytes, kMostAhead);
+  for (int64_t i = 0; i < bytes && run.source != kZero; i += kLine) __builtin_prefetch(plane + run.source + i, 0);
+  for (int64_t i = 0; i < bytes && !stream; i += kLine) __builtin_prefetch(plane + run.destination + i, 1);
 }
 
 void copy(const Run& run, uint8_t* plane, bool stream) {
@@ -146,7 +147,7 @@ void copy(const Run& run, uint8_t* plane, bool stream) {
 
 void execute(const std::vector<Run>& runs, uint8_t* plane, bool stream) {
   for (size_t i = 0; i < runs.size(); ++i) {
-    if (i + kRunsAhead < runs.size()) prefetch(runs[i + kRunsAhead], plane);
+    if (i + kRunsAhead < runs.size()) prefetch(runs[i + kRunsAhead], plane, stream);
     if (runs[i].source == kZero) {
       std::memset(plane + runs[i].destination, 0, runs[i].bytes);
     } else {
