@@ -53,14 +53,14 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...], end: int) -> None:
 
 
 def check_pool(pool: KVPool, manifest: EngineManifest) -> None:
-    """EngineIncompatible unless the pool's tensors are what the engine writes: shape, dtype, contiguous, on the host."""
+    """EngineIncompatible unless the pool's tensors are what the engine writes: shape, dtype, contiguous, on the engine's device."""
     if pool.spec != manifest.cache:
         raise EngineIncompatible(
             f"the engine writes caches of {manifest.cache}; the pool holds {pool.spec}",
             details={"field": "cache", "expected": str(manifest.cache), "got": str(pool.spec)},
         )
     for (layer, group), tensor in zip(pool.spec.iter_layers(), pool.tensors, strict=True):
-        wanted = (pool.spec.pool_shape(group, pool.num_pages), f"torch.{group.dtype.value}", "cpu", True)
+        wanted = (pool.spec.pool_shape(group, pool.num_pages), f"torch.{group.dtype.value}", manifest.target.device, True)
         got = (tuple(tensor.shape), str(tensor.dtype), tensor.device.type, tensor.is_contiguous())
         if wanted != got:
             raise EngineIncompatible(

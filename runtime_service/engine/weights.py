@@ -14,22 +14,23 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class ModelWeights:
-    """The tensors of one model by their checkpoint names, mapped from its file: pages are read when first touched."""
+    """The tensors of one model by their checkpoint names. On the host they are mapped from its file: pages are read when first
+    touched; on a GPU they are a copy of it."""
 
     tensors: Mapping[str, Tensor]
 
 
 class WeightsCache:
-    """One ModelWeights a model, for as long as anybody holds it. Thread-safe."""
+    """One ModelWeights a model and device, for as long as anybody holds it. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: weakref.WeakValueDictionary[str, ModelWeights] = weakref.WeakValueDictionary()
+        self._held: weakref.WeakValueDictionary[tuple[str, str], ModelWeights] = weakref.WeakValueDictionary()
 
-    def get(self, model_id: str, file: Path) -> ModelWeights:
-        """The model's weights; `file` is mapped if nobody holds them yet."""
+    def get(self, model_id: str, file: Path, device: str = "cpu") -> ModelWeights:
+        """The model's weights on `device`; `file` is read if nobody holds them there yet."""
         with self._lock:
-            weights = self._held.get(model_id)
+            weights = self._held.get((model_id, device))
             if weights is None:
-                weights = self._held[model_id] = ModelWeights(load_file(file))
+                weights = self._held[model_id, device] = ModelWeights(load_file(file, device=device))
             return weights

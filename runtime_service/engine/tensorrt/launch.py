@@ -1,0 +1,169 @@
+"""Launches of a plan: bindings in device memory that keep their addresses, decode steps replayed from CUDA graphs.
+
+A captured graph keeps addresses and shapes, and TensorRT forbids to change its execution context afterwards. So every graph has a
+context of its own; all contexts work in one scratch memory, because launches follow one another on one stream.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime_service.kv.pool import K, V, KVPool
+from shared.bindings import INPUT_IDS, LAST_INDEX, LOGITS, POSITION_IDS, WRITE_START, Role, cache_name
+from shared.errors import EngineIncompatible, InternalError
+from shared.manifest import EngineManifest
+
+MAX_GRAPHS = 32
+"""Graphs kept at a time, the most recently used: one for each number of rows and first slot."""
+_ALIGNMENT = 256
+"""Bytes; TensorRT's kernels assume it of every binding."""
+_TOKENS = (INPUT_IDS, POSITION_IDS)
+_PER_ROW = (WRITE_START, LAST_INDEX)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What decides addresses and shapes: `rows` rows of `query_len` tokens from `first_slot` on, under profile `profile`."""
+
+    profile: int
+    rows: int
+    query_len: int
+    first_slot: int
+
+
+@dataclass(slots=True)
+class _Captured:
+    context: Any
+    graph: torch.cuda.CUDAGraph
+
+
+class Launcher:
+    """Runs `plan` (ICudaEngine) over the pool it is given. `weights` are device tensors by binding name; they are kept.
+
+    EngineIncompatible when a weight or a cache row is not what the plan reads.
+    """
+
+    def __init__(self, trt: Any, plan: Any, manifest: EngineManifest, weights: Mapping[str, Tensor]) -> None:
+        self._trt, self._plan, self._manifest, self._weights = trt, plan, manifest, weights
+        self._stream = torch.cuda.Stream()
+        largest = max(p.batch.max * p.query_len.max for p in manifest.profiles.profiles)
+        rows = manifest.profiles.max_batch
+        sizes = {**dict.fromkeys(_TOKENS, largest), **dict.fromkeys(_PER_ROW, rows)}
+        self._inputs = {name: torch.zeros(size, dtype=torch.int32, device="cuda") for name, size in sizes.items()}
+        self._logits = torch.empty(rows, manifest.model.vocab_size, dtype=torch.float32, device="cuda")
+        self._scratch = torch.empty(max(1, plan.device_memory_size_v2), dtype=torch.uint8, device="cuda")
+        self._aliases = {alias.input: alias.output for alias in manifest.aliases}
+        self._contexts: dict[int, Any] = {}
+        self._graphs: OrderedDict[Launch, _Captured] = OrderedDict()
+        self._pool: KVPool | None = None
+        self._check_weights()
+        self._check_rows()
+
+    def run(self, launch: Launch, tokens: Mapping[str, Tensor], pool: KVPool, *, capture: bool) -> Tensor:
+        """Logits `[rows, vocab]` on the device, overwritten by the next run. `tokens` are the four int32 inputs, on the host.
+
+        With `capture` the launch is recorded when first seen and replayed from then on.
+        """
+        if pool is not self._pool:
+            self._graphs.clear()
+            self._pool = pool
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for name, value in tokens.items():
+                self._inputs[name][: value.numel()].copy_(value.reshape(-1))
+            if capture:
+                self._captured(launch, pool).graph.replay()
+            else:
+                context = self._contexts.get(launch.profile)
+                if context is None:
+                    context = self._contexts[launch.profile] = self._context(launch.profile)
+                self._bind(context, launch, pool)
+                self._execute(context)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return self._logits[: launch.rows]
+
+    def close(self) -> None:
+        """Wait for the device, then let go of contexts and graphs."""
+        self._stream.synchronize()
+        self._graphs.clear()
+        self._contexts.clear()
+        self._pool = None
+
+    def _captured(self, launch: Launch, pool: KVPool) -> _Captured:
+        """Recording a launch runs it once before: kernels are compiled on their first use, which no graph may contain. The
+        step is idempotent, since it writes the same rows again."""
+        captured = self._graphs.get(launch)
+        if captured is None:
+            context = self._context(launch.profile)
+            self._bind(context, launch, pool)
+            self._execute(context)
+            self._stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self._stream):
+                self._execute(context)
+            captured = self._graphs[launch] = _Captured(context, graph)
+            if len(self._graphs) > MAX_GRAPHS:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(launch)
+        return captured
+
+    def _context(self, profile: int) -> Any:
+        context = self._plan.create_execution_context(self._trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if context is None:
+            raise InternalError("TensorRT made no execution context; its errors are in the log")
+        context.set_device_memory(self._scratch.data_ptr(), self._scratch.numel())
+        self._done(context.set_optimization_profile_async(profile, self._stream.cuda_stream), f"profile {profile}")
+        for name, weight in self._weights.items():
+            context.set_tensor_address(name, weight.data_ptr())
+        for name, buffer in self._inputs.items():
+            context.set_tensor_address(name, buffer.data_ptr())
+        context.set_tensor_address(LOGITS, self._logits.data_ptr())
+        return context
+
+    def _bind(self, context: Any, launch: Launch, pool: KVPool) -> None:
+        for name in _TOKENS:
+            self._done(context.set_input_shape(name, (launch.rows, launch.query_len)), name)
+        for name in _PER_ROW:
+            self._done(context.set_input_shape(name, (launch.rows,)), name)
+        for layer, tensor in enumerate(pool.tensors):
+            for kind, half in (("k", K), ("v", V)):
+                name, rows = cache_name(layer, kind), tensor[half, launch.first_slot : launch.first_slot + launch.rows]
+                self._done(context.set_input_shape(name, tuple(rows.shape)), name)
+                self._done(context.set_tensor_address(name, rows.data_ptr()), name)
+                self._done(context.set_tensor_address(self._aliases[name], rows.data_ptr()), self._aliases[name])
+
+    def _execute(self, context: Any) -> None:
+        self._done(context.execute_async_v3(self._stream.cuda_stream), "the launch")
+
+    @staticmethod
+    def _done(accepted: bool, what: str) -> None:
+        if not accepted:
+            raise InternalError(f"TensorRT refused {what}; its errors are in the log")
+
+    def _check_weights(self) -> None:
+        for binding in self._manifest.bindings:
+            if binding.role is Role.WEIGHT:
+                weight = self._weights[binding.name]
+                expected = (binding.shape, f"torch.{binding.dtype}", True)
+                got = (tuple(weight.shape), str(weight.dtype), weight.is_contiguous() and weight.data_ptr() % _ALIGNMENT == 0)
+                if expected != got:
+                    raise EngineIncompatible(
+                        f"weight {binding.name} must have (shape, dtype, aligned) {expected}; the model has {got}",
+                        details={"field": f"constants.{binding.name}", "expected": str(expected), "got": str(got)},
+                    )
+
+    def _check_rows(self) -> None:
+        spec = self._manifest.cache
+        for layer, group in spec.iter_layers():
+            if (row := group.kv_heads * spec.max_len * group.row_bytes) % _ALIGNMENT:
+                raise EngineIncompatible(
+                    f"a slot of layer {layer} takes {row} bytes; slots must start at multiples of {_ALIGNMENT}: "
+                    f"compile with another max_len",
+                    details={"field": "cache.max_len", "expected": f"a multiple of {_ALIGNMENT} bytes a slot", "got": str(row)},
+                )

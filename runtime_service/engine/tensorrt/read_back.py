@@ -1,0 +1,44 @@
+"""What a deserialized plan says of itself, compared with the manifest that came with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shared.bindings import INPUT_IDS, Role
+from shared.errors import EngineIncompatible
+from shared.manifest import EngineManifest
+from shared.profiles import Range
+
+
+def check_plan(trt: Any, plan: Any, manifest: EngineManifest) -> None:
+    """EngineIncompatible, naming the field, unless bindings, aliases and profiles of `plan` (ICudaEngine) are the manifest's."""
+    names = [plan.get_tensor_name(index) for index in range(plan.num_io_tensors)]
+    _require("bindings", sorted(binding.name for binding in manifest.bindings), sorted(names))
+    outputs = [name for name in names if plan.get_tensor_mode(name) == trt.TensorIOMode.OUTPUT]
+    aliases = {name: source for name in outputs if (source := plan.get_aliased_input_tensor(name))}
+    _require("aliases", {alias.output: alias.input for alias in manifest.aliases}, aliases)
+    for binding in manifest.bindings:
+        is_output = binding.role is Role.OUTPUT or binding.name in aliases
+        shape = tuple(None if size < 0 else size for size in plan.get_tensor_shape(binding.name))
+        # The builder may know an output's size that the network did not, so only inputs state their shape.
+        expected = (is_output, binding.dtype, None if is_output else binding.shape)
+        got = (binding.name in outputs, _dtype(trt, plan.get_tensor_dtype(binding.name)), None if is_output else shape)
+        _require(f"bindings.{binding.name}", expected, got)
+    _require("profiles", len(manifest.profiles.profiles), plan.num_optimization_profiles)
+    for index, profile in enumerate(manifest.profiles.profiles):
+        least, usual, largest = plan.get_tensor_profile_shape(INPUT_IDS, index)
+        got = tuple(Range(*sizes) for sizes in zip(least, usual, largest, strict=True))
+        _require(f"profiles.{profile.name}", (profile.batch, profile.query_len), got)
+
+
+def _dtype(trt: Any, dtype: Any) -> str:
+    names = {trt.float32: "float32", trt.float16: "float16", trt.bfloat16: "bfloat16", trt.int32: "int32", trt.int64: "int64"}
+    return names.get(dtype, str(dtype))
+
+
+def _require(field: str, expected: object, got: object) -> None:
+    if expected != got:
+        raise EngineIncompatible(
+            f"{field}: the manifest states {expected}, the plan has {got}; the artifact is not what it says: compile it again",
+            details={"field": field, "expected": str(expected), "got": str(got)},
+        )

@@ -1,0 +1,128 @@
+"""Prepare what tests/gpu/tensorrt_check.py runs on a GPU: engines built here, weights, and what eager torch says on the CPU.
+
+    python -m tests.gpu.prepare_tensorrt DIRECTORY        about five minutes on two cores
+
+One folder a model: plan, manifest, weights, and `expected.safetensors` with the steps to run and the logits to come.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import Gemma3TextConfig, PreTrainedConfig, PreTrainedModel
+
+from tests.gpu.attention_plans import write_attention_plans
+from tests.support.decoder_steps import JUNK, int32, with_weights
+from tests.support.decoders import VOCAB, last_logits, random_model, random_prompt, tiny_config
+from tests.support.tensorrt_engines import Lowered, build, lower, save_weights
+
+PREFILL, DECODED, MAX_LEN = 8, 4, 64
+ROWS, STEPS, CHUNK = 8, 200, 16
+
+
+def gemma3_of_26_layers() -> PreTrainedConfig:
+    """The real model's layer pattern, a window shorter than the test, tiny widths."""
+    return Gemma3TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=26,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        sliding_window=6,
+        query_pre_attn_scalar=32,
+        max_position_embeddings=512,
+    )
+
+
+def prepare_single(directory: Path) -> None:
+    """One sequence: every position of a prefill of 8, then decode at 8..11."""
+    config = gemma3_of_26_layers()
+    lowered, model = _make(directory, config, ("decode=1x1", "prefill=1x16"))
+    tokens = random_prompt(PREFILL + DECODED, seed=1)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+    save_file({"tokens": int32(tokens), "logits": logits.contiguous()}, directory / "expected.safetensors")
+
+
+def prepare_batch(directory: Path) -> None:
+    """Eight sequences of different lengths in one pool, prefill chunks and decode steps of random rows in turn."""
+    config = tiny_config("llama")
+    lowered, model = _make(directory, config, (f"decode={ROWS}x1", f"prefill={ROWS}x{CHUNK}"))
+    generator = torch.Generator().manual_seed(3)
+    held: list[list[int]] = [random_prompt(2 + 2 * row, seed=row) for row in range(ROWS)]
+    caches = _junk_caches(lowered)
+    module = with_weights(lowered.exported, model.state_dict())
+    record: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for row, tokens in enumerate(held):
+            record |= _step(f"start{row}", model, module, caches, [row], [[]], [tokens])
+        for step in range(STEPS):
+            rows = sorted(torch.randperm(ROWS, generator=generator)[: int(torch.randint(1, ROWS + 1, (1,), generator=generator))])
+            rows = [int(row) for row in rows]
+            decode = step % 3 != 0
+            count = 1 if decode else int(torch.randint(2, CHUNK + 1, (1,), generator=generator))
+            for row in rows:
+                if len(held[row]) + count > MAX_LEN:
+                    held[row] = []
+            new = [torch.randint(VOCAB, (count,), generator=generator).tolist() for _ in rows]
+            record |= _step(f"step{step}", model, module, caches, rows, [held[row] for row in rows], new)
+            for row, tokens in zip(rows, new, strict=True):
+                held[row] = held[row] + tokens
+    for name, kind in zip(("k", "v"), caches, strict=True):
+        record |= {f"{name}_cache.{layer}": cache for layer, cache in enumerate(kind)}
+    record["lengths"] = int32([len(tokens) for tokens in held])
+    save_file(record, directory / "expected.safetensors")
+
+
+def _step(
+    name: str,
+    model: PreTrainedModel,
+    module: torch.nn.Module,
+    caches: tuple[list[Tensor], list[Tensor]],
+    rows: list[int],
+    histories: list[list[int]],
+    new: list[list[int]],
+) -> dict[str, Tensor]:
+    """Run one step eagerly on the rows' caches; record its inputs and what transformers says from scratch."""
+    ids, starts = int32(new), int32([len(history) for history in histories])
+    positions = starts[:, None] + torch.arange(ids.shape[1], dtype=torch.int32)
+    last = torch.full((len(rows),), ids.shape[1] - 1, dtype=torch.int32)
+    parts = [[cache[rows] for cache in kind] for kind in caches]
+    module(ids, positions, starts, last, *parts)
+    for kind, changed in zip(caches, parts, strict=True):
+        for cache, part in zip(kind, changed, strict=True):
+            cache[rows] = part
+    logits = torch.stack([last_logits(model, history + tokens) for history, tokens in zip(histories, new, strict=True)])
+    return {f"{name}.rows": int32(rows), f"{name}.ids": ids, f"{name}.starts": starts, f"{name}.logits": logits}
+
+
+def _junk_caches(lowered: Lowered) -> tuple[list[Tensor], list[Tensor]]:
+    shapes = [(ROWS, group.kv_heads, MAX_LEN, group.head_dim) for _, group in lowered.program.cache.iter_layers()]
+    return [torch.full(shape, JUNK) for shape in shapes], [torch.full(shape, JUNK) for shape in shapes]
+
+
+def _make(directory: Path, config: PreTrainedConfig, profiles: tuple[str, ...]) -> tuple[Lowered, PreTrainedModel]:
+    directory.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    lowered = lower(config, profiles, MAX_LEN)
+    lower_s = time.monotonic() - began
+    build(lowered, config, directory)
+    size = (directory / "engine.plan").stat().st_size
+    print(f"{directory.name}: lowered in {lower_s:.0f} s, built in {time.monotonic() - began - lower_s:.0f} s, {size} bytes", flush=True)
+    model = random_model(config)
+    save_weights(lowered, model, directory / "weights.safetensors")
+    return lowered, model
+
+
+if __name__ == "__main__":
+    root = Path(sys.argv[1])
+    write_attention_plans(root / "attention")
+    prepare_batch(root / "batch")
+    prepare_single(root / "single")

@@ -1,0 +1,273 @@
+"""TensorRT engines on a GPU against what eager torch said on the CPU: run from the repository's root.
+
+    python3 -m tests.gpu.tensorrt_check DIRECTORY [--json FILE]      DIRECTORY made by tests.gpu.prepare_tensorrt
+
+Needs torch, safetensors, pydantic and the engines' TensorRT library; no torch_tensorrt, no transformers. Prints one table.
+Exit code 0: everything holds; 1: something does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from runtime_service.engine.engine import EngineInputs
+from runtime_service.engine.tensorrt.engine import TensorRTEngine
+from runtime_service.engine.tensorrt.library import check_host, load_library
+from runtime_service.engine.weights import WeightsCache
+from runtime_service.kv.pool import K, V, KVPool
+from shared.bindings import cache_name
+from shared.errors import EngineIncompatible, FieldOutOfRange
+from shared.manifest import EngineManifest, decode_engine_manifest
+
+JUNK = 1e4
+LEAST_COSINE = 0.9999
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    check: str
+    expected: str
+    got: str
+    holds: bool
+
+
+@dataclass
+class Engine:
+    """An engine, its weights, and a pool of junk with `slots` slots after the dump slot."""
+
+    directory: Path
+    slots: int
+    graphs: bool = True
+
+    def __post_init__(self) -> None:
+        self.manifest: EngineManifest = decode_engine_manifest((self.directory / "manifest.json").read_bytes())
+        check_host(self.manifest)
+        self.weights = CACHE.get(self.directory.name, self.directory / "weights.safetensors", "cuda")
+        self.engine = TensorRTEngine(
+            self.manifest, self.directory / "engine.plan", self.weights, ExitStack(), graphs=self.graphs
+        )
+        self.pool = KVPool(self.manifest.cache, 1 + self.slots, "cuda")
+        for tensor in self.pool.tensors:
+            tensor.fill_(JUNK)
+
+    def step(self, profile: str, slots: list[int], ids: Tensor, starts: Tensor, last: int | None = None) -> Tensor:
+        count = ids.shape[1]
+        positions = starts[:, None] + torch.arange(count, dtype=torch.int32)
+        last_index = torch.full((len(slots),), count - 1 if last is None else last, dtype=torch.int32)
+        table = torch.tensor(slots, dtype=torch.int32)[:, None]
+        return self.engine.run(EngineInputs(profile, ids, positions, starts, last_index, table), self.pool)
+
+
+CACHE = WeightsCache()
+
+
+def check_single(root: Path) -> list[Row]:
+    """Prefill of 8, decode at 8..11, in slot 2 of 3: top-1, cosine, caches in place, the rest of the pool as it was."""
+    expected = load_file(root / "single" / "expected.safetensors")
+    tokens, wanted = expected["tokens"], expected["logits"]
+    prefill, total = 8, tokens.numel()
+    results = {graphs: _single(root / "single", tokens, prefill, graphs) for graphs in (False, True)}
+    got, engine = results[False]
+    caches = 2 * engine.manifest.cache.num_layers
+    cosine = torch.cosine_similarity(got, wanted, dim=-1).min().item()
+    agree = int((got.argmax(-1) == wanted.argmax(-1)).sum())
+    in_place = _in_place(engine, total)
+    rest = sum(_untouched(tensor, slot=2, length=total) for tensor in engine.pool.tensors)
+    replayed, graphed = results[True]
+    same_caches = all(map(torch.equal, engine.pool.tensors, graphed.pool.tensors))
+    rows = [
+        Row("26-layer Gemma 3: top-1 equals eager", f"{total}/{total}", f"{agree}/{total}", agree == total),
+        Row("26-layer Gemma 3: least cosine", f">= {LEAST_COSINE}", f"{cosine:.7f}", cosine >= LEAST_COSINE),
+        Row("26-layer Gemma 3: caches in place", f"{caches}/{caches}", f"{in_place}/{caches}", in_place == caches),
+        Row("26-layer Gemma 3: pools untouched past the writes", "26/26", f"{rest}/26", rest == 26),
+        Row("CUDA graph replay: logits bit for bit", "equal", _equal(torch.equal(got, replayed)), torch.equal(got, replayed)),
+        Row("CUDA graph replay: caches bit for bit", "equal", _equal(same_caches), same_caches),
+    ]
+    return rows
+
+
+def _single(directory: Path, tokens: Tensor, prefill: int, graphs: bool) -> tuple[Tensor, Engine]:
+    """Logits after every token. A prefill says only what its `last_index` asks, so it is repeated for each position."""
+    engine = Engine(directory, slots=3, graphs=graphs)
+    zero = torch.zeros(1, dtype=torch.int32)
+    head = tokens[:prefill][None]
+    logits = [engine.step("prefill", [2], head, zero, last) for last in range(prefill)]
+    logits += [
+        engine.step("decode", [2], tokens[at : at + 1][None], torch.tensor([at], dtype=torch.int32))
+        for at in range(prefill, tokens.numel())
+    ]
+    return torch.cat(logits), engine
+
+
+def _in_place(engine: Engine, length: int) -> int:
+    """Caches of slot 2 whose first `length` cells were all written."""
+    return sum(
+        int((tensor[half, 2, :, :length] != JUNK).any(-1).all()) for tensor in engine.pool.tensors for half in (K, V)
+    )
+
+
+def _untouched(tensor: Tensor, slot: int, length: int) -> int:
+    untouched = torch.ones_like(tensor, dtype=torch.bool)
+    untouched[:, slot, :, :length] = False
+    return int((tensor[untouched] == JUNK).all())
+
+
+def check_batch(root: Path) -> list[Row]:
+    """Eight rows at eight starts, prefill and decode in turn, with and without graphs; caches compared with eager's at the end."""
+    directory = root / "batch"
+    record = load_file(directory / "expected.safetensors")
+    rows = []
+    for graphs in (False, True):
+        engine = Engine(directory, slots=8, graphs=graphs)
+        # Neighbours in the batch are none in the pool.
+        slot_of = [3, 1, 8, 4, 2, 6, 5, 7]
+        names = [f"start{row}" for row in range(8)]
+        names += [f"step{step}" for step in range(sum(name.startswith("step") and name.endswith(".ids") for name in record))]
+        wrong, least, total = 0, 1.0, 0
+        for name in names:
+            ids, starts, wanted = (record[f"{name}.{part}"] for part in ("ids", "starts", "logits"))
+            slots = [slot_of[row] for row in record[f"{name}.rows"].tolist()]
+            got = engine.step("decode" if ids.shape[1] == 1 else "prefill", slots, ids, starts)
+            wrong += int((got.argmax(-1) != wanted.argmax(-1)).sum())
+            least = min(least, torch.cosine_similarity(got, wanted, dim=-1).min().item())
+            total += len(slots)
+        worst = max(
+            (tensor[half, slot_of].cpu() - record[cache_name(layer, kind)]).abs().max().item()
+            for layer, tensor in enumerate(engine.pool.tensors)
+            for half, kind in ((K, "k"), (V, "v"))
+        )
+        dump = all(bool((tensor[:, 0] == JUNK).all()) for tensor in engine.pool.tensors)
+        how = "graphs" if graphs else "no graphs"
+        rows += [
+            Row(f"batch 8, {len(names)} steps, {how}: tokens equal eager's", f"{total}/{total}", f"{total - wrong}/{total}", not wrong),
+            Row(f"batch 8, {how}: least cosine", f">= {LEAST_COSINE}", f"{least:.7f}", least >= LEAST_COSINE),
+            Row(f"batch 8, {how}: caches differ from eager's by", "<= 1e-3", f"{worst:.2e}", worst <= 1e-3),
+            Row(f"batch 8, {how}: dump slot untouched", "yes", "yes" if dump else "no", dump),
+        ]
+    return rows
+
+
+def check_round_trip(root: Path) -> list[Row]:
+    """A plan serialized again, and two engines on one copy of the weights."""
+    directory = root / "batch"
+    trt = load_library(decode_engine_manifest((directory / "manifest.json").read_bytes()).backend)
+    first = Engine(directory, slots=8)
+    again = directory / "again"
+    again.mkdir(exist_ok=True)
+    plan = trt.Runtime(trt.Logger(trt.Logger.WARNING)).deserialize_cuda_engine((directory / "engine.plan").read_bytes())
+    (again / "engine.plan").write_bytes(bytes(plan.serialize()))
+    second = Engine(directory, slots=8)
+    second.engine = TensorRTEngine(first.manifest, again / "engine.plan", second.weights, ExitStack())
+    ids, zero = torch.arange(1, 9, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32)
+    outputs = [engine.step("prefill", [1], ids, zero) for engine in (first, second)]
+    shared = first.weights is second.weights
+    equal = torch.equal(*outputs)
+    return [
+        Row("serialization round trip: logits bit for bit", "equal", _equal(equal), equal),
+        Row("two engines read one weights buffer", "yes", "yes" if shared else "no", shared),
+    ]
+
+
+def check_refusals(root: Path) -> list[Row]:
+    """What may not reach a launch, and what may not be loaded."""
+    engine = Engine(root / "batch", slots=8)
+    max_len = engine.manifest.cache.max_len
+    ids = torch.ones(1, 4, dtype=torch.int32)
+
+    def out_of_range() -> None:
+        engine.step("prefill", [1], ids, torch.tensor([max_len - 3], dtype=torch.int32))
+
+    def one_slot_twice() -> None:
+        engine.step("prefill", [1, 1], ids.repeat(2, 1), torch.zeros(2, dtype=torch.int32))
+
+    def loaded_with(**changes: Any) -> Callable[[], None]:
+        manifest = replace(engine.manifest, **changes)
+        return lambda: check_host(manifest)
+
+    def without_an_alias() -> None:
+        manifest = replace(engine.manifest, aliases=engine.manifest.aliases[1:])
+        TensorRTEngine(manifest, root / "batch" / "engine.plan", engine.weights, ExitStack())
+
+    newer = replace(engine.manifest.target, compute_capabilities=("sm120",))
+    other = engine.manifest.toolchain | {engine.manifest.backend: "0.0.1"}
+    attempts: list[tuple[str, type[Exception], Callable[[], None]]] = [
+        ("a start whose tokens would vanish", FieldOutOfRange, out_of_range),
+        ("one slot for two rows", FieldOutOfRange, one_slot_twice),
+        ("an engine for another GPU", EngineIncompatible, loaded_with(target=newer)),
+        ("an engine of another library version", EngineIncompatible, loaded_with(toolchain=other)),
+        ("a plan with an alias the manifest does not state", EngineIncompatible, without_an_alias),
+    ]
+    rows = []
+    for what, error, attempt in attempts:
+        try:
+            attempt()
+            got = "accepted"
+        except error as refusal:
+            got = type(refusal).__name__
+        rows.append(Row(f"refused: {what}", error.__name__, got, got == error.__name__))
+    return rows
+
+
+def check_attention(root: Path) -> list[Row]:
+    """Every form of attention against the specification's values."""
+    trt = load_library("tensorrt_rtx")
+    rows = []
+    for path in sorted((root / "attention").glob("*.plan")):
+        case = {name: tensor.cuda() for name, tensor in load_file(path.with_suffix(".safetensors")).items()}
+        runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
+        plan = runtime.deserialize_cuda_engine(path.read_bytes())
+        context = plan.create_execution_context()
+        wanted, out = case.pop("out"), torch.empty_like(case["q"])
+        for name in [plan.get_tensor_name(index) for index in range(plan.num_io_tensors)]:
+            if name != "out":
+                context.set_input_shape(name, tuple(case[name].shape))
+            context.set_tensor_address(name, (out if name == "out" else case[name]).data_ptr())
+        torch.cuda.synchronize()
+        context.execute_async_v3(torch.cuda.current_stream().cuda_stream)
+        torch.cuda.synchronize()
+        worst = (out - wanted).abs().max().item()
+        rows.append(Row(f"attention, {path.stem}: differs from the specification by", "<= 1e-4", f"{worst:.2e}", worst <= 1e-4))
+    return rows
+
+
+def _equal(holds: bool) -> str:
+    return "equal" if holds else "different"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    rows: list[Row] = []
+    for check in (check_attention, check_batch, check_single, check_round_trip, check_refusals):
+        rows += check(arguments.directory)
+        print(f"{check.__name__} done after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    width = max(len(row.check) for row in rows)
+    for row in rows:
+        print(f"{'ok  ' if row.holds else 'FAIL'}  {row.check:{width}}  {row.got:>14}  (expected {row.expected})")
+    failed = sum(not row.holds for row in rows)
+    print(f"{len(rows) - failed} of {len(rows)} hold; {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    if arguments.json:
+        document = {"device": torch.cuda.get_device_name(), "rows": [vars(row) for row in rows]}
+        arguments.json.write_text(json.dumps(document, indent=1))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

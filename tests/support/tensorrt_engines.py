@@ -1,0 +1,85 @@
+"""Engines of tiny decoders for TensorRT-RTX, built in this process: everything a test needs to run them elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safetensors.torch import save_file
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from compiler_service.backends.tensorrt.build import build_engine
+from compiler_service.backends.tensorrt.decompose import decompose
+from compiler_service.backends.tensorrt.flavour import Flavour
+from compiler_service.export.geometry import cache_spec
+from compiler_service.export.program import DecoderProgram, export_decoder
+from compiler_service.lowering.lower import lower_to_linear
+from compiler_service.proof.certificate import ProofReport
+from compiler_service.proof.decoder import prove_decoder
+from shared.kv_spec import DType, Layout
+from shared.manifest import SCHEMA_VERSION, EngineManifest, ModelFacts, encode_manifest
+from shared.profiles import ProfileSet, parse_profile
+
+TARGETS = ("sm80",)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A decoder on its way to TensorRT."""
+
+    exported: DecoderProgram
+    program: DecoderProgram
+    report: ProofReport
+
+
+def lower(config: PreTrainedConfig, profiles: tuple[str, ...], max_len: int, dtype: DType = DType.FLOAT32) -> Lowered:
+    spec = cache_spec(config, dtype, Layout.LINEAR, max_len, max_len)
+    exported = export_decoder(config, spec, ProfileSet(tuple(map(parse_profile, profiles))), static_cache=True)
+    program = decompose(lower_to_linear(exported))
+    return Lowered(exported, program, prove_decoder(exported, program))
+
+
+def build(lowered: Lowered, config: PreTrainedConfig, directory: Path) -> EngineManifest:
+    """Build into `directory`, with a manifest beside the plan."""
+    lowered.report.require()
+    built = build_engine(lowered.program, lowered.report, Flavour.RTX, TARGETS, directory, lambda *_: None)
+    manifest = EngineManifest(
+        schema_version=SCHEMA_VERSION,
+        artifact_id="0" * 64,
+        kind="engine",
+        model=_facts(config, lowered),
+        cache=lowered.program.cache,
+        profiles=lowered.program.profiles,
+        bindings=built.bindings,
+        aliases=built.aliases,
+        backend=Flavour.RTX.value,
+        target=built.target,
+        toolchain=built.toolchain,
+        constants=built.constants,
+        proof=tuple(replace(c, binding=c.cache, aliased=True) for c in lowered.report.certificates),
+        key_components={},
+        files=(),
+    )
+    (directory / "manifest.json").write_bytes(encode_manifest(manifest))
+    return manifest
+
+
+def save_weights(lowered: Lowered, model: PreTrainedModel, path: Path) -> None:
+    tensors = model.state_dict()
+    save_file({name: tensors[name].clone() for name in set(lowered.program.weights.values())}, path)
+
+
+def _facts(config: PreTrainedConfig, lowered: Lowered) -> ModelFacts:
+    return ModelFacts(
+        model_id="1" * 64,
+        name="tiny",
+        architecture=config.model_type,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        max_position=config.max_position_embeddings,
+        bos_token_id=None,
+        eos_token_ids=(),
+        weights_dtype=lowered.program.cache.group_of(0).dtype.value,
+        weights_bytes=0,
+    )
