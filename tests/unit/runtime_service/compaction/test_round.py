@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from runtime_service.compaction import round as round_module
 from runtime_service.compaction.executor import RoundExecutor
-from runtime_service.compaction.plan import CompactionPlan
+from runtime_service.compaction.plan import CompactionPlan, Moves, plan_round
 from runtime_service.compaction.policy import KVView
 from runtime_service.compaction.registry import POLICIES
 from runtime_service.compaction.round import Compactor
@@ -194,6 +196,22 @@ def test_a_move_that_fails_leaves_every_mapping_as_it_was(monkeypatch: pytest.Mo
     assert all(s.evidence == CompactionEvidence() for s in cohort)
     memory.allocator.release(shared)
     memory.allocator.check_integrity()
+
+
+def test_a_plan_outside_the_movers_contract_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory("paged")
+    sequence = memory.sequence(11)
+    before = memory.snapshot()
+
+    def lie(*args: object, **options: object) -> CompactionPlan:
+        plan = plan_round(*args, **options)
+        return replace(plan, moves=plan.moves | {None: Moves(4, np.asarray([3], dtype=np.int32))})
+
+    monkeypatch.setattr(round_module, "plan_round", lie)
+    with pytest.raises(ValueError, match="would overtake"):
+        memory.compactor.run([sequence])
+    assert all(torch.equal(memory.pool.by_page(layer), old) for layer, old in enumerate(before))
+    assert (sequence.physical_len, memory.allocator.num_used) == (11, 3)
 
 
 def test_a_page_another_sequence_reads_is_copied_before_it_is_written() -> None:
