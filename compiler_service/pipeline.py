@@ -9,15 +9,13 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from compiler_service.backends.inductor.build import build_engine
-from compiler_service.backends.inductor.probe import verify_engine
-from compiler_service.backends.inductor.target import build_toolchain, host_target
+from compiler_service.backends.backend import Backend
+from compiler_service.backends.choose import choose_backend
 from compiler_service.export.geometry import cache_spec
 from compiler_service.export.program import DecoderProgram, export_decoder
 from compiler_service.ingest.convert import ingest, open_source
 from compiler_service.ingest.digest import DigestCache
 from compiler_service.ingest.source import locate
-from compiler_service.lowering.lower import lower_to_linear, lower_to_pools
 from compiler_service.proof.certificate import ProofReport
 from compiler_service.proof.decoder import prove_decoder
 from compiler_service.publish import certify, engine_key, engine_manifest
@@ -66,26 +64,25 @@ def build(spec: CompileSpec, workspace: Workspace, progress: Progress, before_pu
 
     Raises the errors of each stage; nothing but the model's component is in the store then.
     """
-    store = workspace.store
+    store, backend = workspace.store, choose_backend(spec)
     progress(Stage.FETCH, 0.0, spec.source)
     source = locate(spec.source, workspace.model_roots)
     with ingest(source, spec.dtype, store, workspace.digests, lambda f, m: progress(Stage.LOAD, f, m)) as (model, was_converted):
         progress(Stage.LOAD, 1.0, f"{model.name}, {'weights reused' if was_converted else 'weights converted'}")
-        exported = _export(spec, model.config, progress)
-        linear, report = _prove(exported, progress)
+        exported = _export(spec, backend, model.config, progress)
+        linear, report = _prove(exported, backend, progress)
         report.require()
-        program = lower_to_pools(linear, report.proven_nodes)
-        target, toolchain = host_target(), build_toolchain()
-        key = engine_key(model, program, target.manifest_target, toolchain)
+        program = backend.place_caches(linear, report)
+        key = engine_key(model, program, backend.name, backend.target, backend.toolchain)
         if _is_whole(store, key.artifact_id):
             progress(Stage.PUBLISH, 1.0, "reused: the store has an engine of this key")
             return BuildResult(key.artifact_id, reused=True)
         with store.stage() as directory:
-            progress(Stage.BUILD, 0.0, f"inductor, {len(program.cache.groups)} cache groups, {' '.join(target.features)}")
-            built = build_engine(program, target, directory)
-            progress(Stage.VERIFY, 0.0, "probe the engine, compare it with the exported program")
-            verify_engine(built, exported, model.weights)
-            manifest = engine_manifest(key, model, program, built, certify(report.certificates, built.aliases))
+            built = backend.build(program, report, directory, lambda f, m: progress(Stage.BUILD, f, m))
+            progress(Stage.VERIFY, 0.0, "compare the engine with the exported program")
+            backend.verify(built, exported, model.weights)
+            proof = certify(report.certificates, built.aliases, backend.alias_of)
+            manifest = engine_manifest(key, model, program, backend.name, built, proof)
             before_publish()
             progress(Stage.PUBLISH, 0.0, key.artifact_id)
             published = store.publish(key.artifact_id, directory, encode_manifest(manifest))
@@ -95,22 +92,23 @@ def build(spec: CompileSpec, workspace: Workspace, progress: Progress, before_pu
 
 def explain(spec: CompileSpec, workspace: Workspace, progress: Progress) -> tuple[WriteCertificate, ...]:
     """The certificates of every cache write of `spec`, proven or not. Reads headers only; nothing is built or stored."""
+    backend = choose_backend(spec)
     progress(Stage.FETCH, 0.0, spec.source)
     with open_source(locate(spec.source, workspace.model_roots)) as opened:
-        exported = _export(spec, opened.config, progress)
-    return _prove(exported, progress)[1].certificates
+        exported = _export(spec, backend, opened.config, progress)
+    return _prove(exported, backend, progress)[1].certificates
 
 
-def _export(spec: CompileSpec, config: PreTrainedConfig, progress: Progress) -> DecoderProgram:
+def _export(spec: CompileSpec, backend: Backend, config: PreTrainedConfig, progress: Progress) -> DecoderProgram:
     progress(Stage.EXPORT, 0.0, f"{config.num_hidden_layers} layers, {', '.join(map(str, spec.profiles.profiles))}")
     cache = cache_spec(config, DType(spec.dtype), spec.layout, spec.page_size, spec.max_len)
-    return export_decoder(config, cache, spec.profiles)
+    return export_decoder(config, cache, spec.profiles, static_cache=backend.static_cache)
 
 
-def _prove(exported: DecoderProgram, progress: Progress) -> tuple[DecoderProgram, ProofReport]:
+def _prove(exported: DecoderProgram, backend: Backend, progress: Progress) -> tuple[DecoderProgram, ProofReport]:
     """The lowered linear program and the verdicts on its writes."""
     progress(Stage.LOWER, 0.0, "functional form")
-    linear = lower_to_linear(exported)
+    linear = backend.lower(exported)
     progress(Stage.PROVE, 0.0, f"{2 * exported.cache.num_layers} cache writes")
     report = prove_decoder(exported, linear)
     progress(Stage.PROVE, 1.0, f"{len(report.proven_nodes)} of {len(report.caches)} cache writes proven")

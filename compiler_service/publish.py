@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 import torch
 
-from compiler_service.backends.inductor.build import BACKEND, BuiltEngine
+from compiler_service.backends.backend import BuiltEngine
 from compiler_service.export.program import DecoderProgram
 from compiler_service.ingest.component import file_entry
 from compiler_service.ingest.model import CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE, IngestedModel
 from shared.artifacts.key import ArtifactKey
-from shared.bindings import AliasedBinding, pool_name
+from shared.bindings import AliasedBinding
 from shared.code_digest import code_digest
 from shared.errors import BuildFailed
 from shared.manifest import SCHEMA_VERSION, EngineManifest, Target, WriteCertificate
@@ -24,8 +24,10 @@ _BUILDER = ("compiler_service/backends",)
 """Our own code that decides what a build makes of a program. What makes the program shows in its graph."""
 
 
-def engine_key(model: IngestedModel, program: DecoderProgram, target: Target, toolchain: dict[str, str]) -> ArtifactKey:
-    """Key of the engine that building `program` would make; nothing has to be built to know it."""
+def engine_key(
+    model: IngestedModel, program: DecoderProgram, backend: str, target: Target, toolchain: dict[str, str]
+) -> ArtifactKey:
+    """Key of the engine that `backend` would make of `program`; nothing has to be built to know it."""
     return ArtifactKey.of(
         {
             "kind": "engine",
@@ -37,7 +39,7 @@ def engine_key(model: IngestedModel, program: DecoderProgram, target: Target, to
             "weight_names": program.weights,
             "profiles": asdict(program.profiles),
             "cache": asdict(program.cache),
-            "backend": BACKEND,
+            "backend": backend,
             "target": asdict(target),
             "toolchain": toolchain,
             "builder": code_digest(_BUILDER),
@@ -96,23 +98,30 @@ def _tensor_digest(value: torch.Tensor) -> str:
     return hashlib.sha256(f"{value.dtype} {tuple(value.shape)}".encode() + data.tobytes()).hexdigest()
 
 
-def certify(certificates: Sequence[WriteCertificate], aliases: Sequence[AliasedBinding]) -> tuple[WriteCertificate, ...]:
+def certify(
+    certificates: Sequence[WriteCertificate], aliases: Sequence[AliasedBinding], alias_of: Callable[[str], AliasedBinding]
+) -> tuple[WriteCertificate, ...]:
     """The proof's certificates with the engine's side filled in: the binding that holds each cache, and whether it is aliased.
+    `alias_of` gives the alias that keeps a cache in place.
 
     BuildFailed when a proven write did not end up in place: the promise of the proof was not kept.
     """
-    in_place = {alias.input for alias in aliases if alias.input == alias.output}
     filled = []
     for certificate in certificates:
-        binding = pool_name(int(certificate.cache.rpartition(".")[2]))
-        filled.append(replace(certificate, binding=binding, aliased=binding in in_place))
+        alias = alias_of(certificate.cache)
+        filled.append(replace(certificate, binding=alias.input, aliased=alias in aliases))
     if lost := [certificate.cache for certificate in filled if not certificate.aliased]:
         raise BuildFailed(f"the writes of {', '.join(lost[:8])} are proven, but the engine reports no alias for their bindings")
     return tuple(filled)
 
 
 def engine_manifest(
-    key: ArtifactKey, model: IngestedModel, program: DecoderProgram, built: BuiltEngine, proof: tuple[WriteCertificate, ...]
+    key: ArtifactKey,
+    model: IngestedModel,
+    program: DecoderProgram,
+    backend: str,
+    built: BuiltEngine,
+    proof: tuple[WriteCertificate, ...],
 ) -> EngineManifest:
     """The manifest of the engine whose files lie in `built.directory`, every one of them listed."""
     names = sorted(path.relative_to(built.directory).as_posix() for path in built.directory.rglob("*") if path.is_file())
@@ -125,7 +134,7 @@ def engine_manifest(
         profiles=program.profiles,
         bindings=built.bindings,
         aliases=built.aliases,
-        backend=BACKEND,
+        backend=backend,
         target=built.target,
         toolchain=built.toolchain,
         constants=built.constants,

@@ -14,7 +14,7 @@ from shared.kv_spec import Layout
 from shared.manifest import canonical_json
 from shared.profiles import OptimizationProfile, ProfileSet, parse_profile
 
-BACKENDS = ("inductor",)
+BACKENDS = ("inductor", "tensorrt_rtx", "tensorrt")
 DTYPES = ("float32", "bfloat16")
 MAX_LEN_CAP = 1 << 20
 PAGE_SIZES = range(1, 257)
@@ -62,9 +62,12 @@ class CompileSpec:
         _require(bool(self.targets), "targets", "at least one target", self.targets)
         for target in self.targets:
             _require(bool(_TARGET.fullmatch(target)), "targets", "cpu or smNN", target)
+        _require(not self.allow_copying, "allow_copying", f"false for {self.backend}, which has no copying fallback", True)
         if self.backend == "inductor":
-            _require(not self.allow_copying, "allow_copying", "false for the inductor backend, which has no copying fallback", True)
             _require(self.targets == ("cpu",), "targets", "cpu alone for the inductor backend", ",".join(self.targets))
+        else:
+            _require("cpu" not in self.targets, "targets", f"compute capabilities for {self.backend}", ",".join(self.targets))
+            _require(self.layout is Layout.LINEAR, "layout", f"linear for {self.backend}", self.layout.value)
 
     @property
     def digest(self) -> str:

@@ -37,6 +37,11 @@ def cache_name(layer: int, kind: str) -> str:
     return f"{kind}_cache.{layer}"
 
 
+def updated_name(cache: str) -> str:
+    """Name of the output that is the written cache, in engines whose outputs alias their inputs."""
+    return f"{cache}.updated"
+
+
 @dataclass(frozen=True, slots=True)
 class BindingSpec:
     """`shape` has None where a profile decides; `dtype` is torch's name without the prefix (`float32`)."""

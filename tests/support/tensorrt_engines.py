@@ -8,19 +8,17 @@ from pathlib import Path
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from compiler_service.backends.tensorrt.build import build_engine
-from compiler_service.backends.tensorrt.decompose import decompose
+from compiler_service.backends.tensorrt.backend import TensorRTBackend
 from compiler_service.backends.tensorrt.flavour import Flavour
 from compiler_service.export.geometry import cache_spec
 from compiler_service.export.program import DecoderProgram, export_decoder
-from compiler_service.lowering.lower import lower_to_linear
 from compiler_service.proof.certificate import ProofReport
 from compiler_service.proof.decoder import prove_decoder
 from shared.kv_spec import DType, Layout
 from shared.manifest import SCHEMA_VERSION, EngineManifest, ModelFacts, encode_manifest
 from shared.profiles import ProfileSet, parse_profile
 
-TARGETS = ("sm80",)
+BACKEND = TensorRTBackend.for_targets(Flavour.RTX, ("sm80",))
 
 
 @dataclass(frozen=True)
@@ -35,14 +33,14 @@ class Lowered:
 def lower(config: PreTrainedConfig, profiles: tuple[str, ...], max_len: int, dtype: DType = DType.FLOAT32) -> Lowered:
     spec = cache_spec(config, dtype, Layout.LINEAR, max_len, max_len)
     exported = export_decoder(config, spec, ProfileSet(tuple(map(parse_profile, profiles))), static_cache=True)
-    program = decompose(lower_to_linear(exported))
+    program = BACKEND.lower(exported)
     return Lowered(exported, program, prove_decoder(exported, program))
 
 
 def build(lowered: Lowered, config: PreTrainedConfig, directory: Path) -> EngineManifest:
     """Build into `directory`, with a manifest beside the plan."""
     lowered.report.require()
-    built = build_engine(lowered.program, lowered.report, Flavour.RTX, TARGETS, directory, lambda *_: None)
+    built = BACKEND.build(lowered.program, lowered.report, directory, lambda *_: None)
     manifest = EngineManifest(
         schema_version=SCHEMA_VERSION,
         artifact_id="0" * 64,
@@ -52,7 +50,7 @@ def build(lowered: Lowered, config: PreTrainedConfig, directory: Path) -> Engine
         profiles=lowered.program.profiles,
         bindings=built.bindings,
         aliases=built.aliases,
-        backend=Flavour.RTX.value,
+        backend=BACKEND.name,
         target=built.target,
         toolchain=built.toolchain,
         constants=built.constants,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from safetensors.torch import save_file
 from torch import SymInt
 from torch._inductor import aoti_compile_and_package
 
+from compiler_service.backends.backend import BuiltEngine
 from compiler_service.backends.inductor.target import CpuTarget, build_toolchain
 from compiler_service.export.program import DecoderProgram
 from shared.bindings import LOGITS, AliasedBinding, BindingSpec, Role, pool_name
@@ -20,25 +20,8 @@ from shared.inductor.files import CONSTANTS_FILE, PACKAGE_DIRECTORY
 from shared.inductor.package import Package
 from shared.inductor.read_back import compare_pools
 from shared.inductor.toolchain import CPU_ISA
-from shared.manifest import Target
 
 BACKEND = "inductor"
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltEngine:
-    """What a build adds to an engine's manifest. The files lie in `directory`: a package and, if need be, constants.
-
-    `constants` maps a constant of the engine to the weights-file tensor it is bound to; constants the engine file
-    itself holds (rotary frequencies) are not among them.
-    """
-
-    directory: Path
-    target: Target
-    toolchain: dict[str, str]
-    bindings: tuple[BindingSpec, ...]
-    aliases: tuple[AliasedBinding, ...]
-    constants: dict[str, str]
 
 
 def build_engine(program: DecoderProgram, target: CpuTarget, directory: Path) -> BuiltEngine:

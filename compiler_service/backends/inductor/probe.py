@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, fx
 
-from compiler_service.backends.inductor.build import BuiltEngine
+from compiler_service.backends.backend import BuiltEngine
 from compiler_service.export.program import DecoderProgram
 from shared.errors import BuildFailed
 from shared.inductor.files import CONSTANTS_FILE, PACKAGE_DIRECTORY

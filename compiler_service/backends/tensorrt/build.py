@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compiler_service.backends.tensorrt.flavour import Flavour, build_toolchain, target
+from compiler_service.backends.backend import BuiltEngine, Progress
 from compiler_service.backends.tensorrt.host import without_gpu
 from compiler_service.export.program import DecoderProgram
 from compiler_service.proof.certificate import ProofReport
-from shared.bindings import AliasedBinding, BindingSpec, Role, cache_name
+from shared.bindings import LOGITS, AliasedBinding, BindingSpec, Role, cache_name, updated_name
 from shared.errors import BuildFailed
 from shared.manifest import Target
 from shared.profiles import OptimizationProfile
 from shared.tensorrt.files import PLAN_FILE
 
-Progress = Callable[[float, str], None]
-"""(fraction of the build done 0..1, what is being done)."""
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltEngine:
-    """What a build adds to an engine's manifest. `directory` holds the plan.
-
-    `constants` maps a weight input of the engine to the weights-file tensor it is bound to; both have the same name.
-    """
-
-    directory: Path
-    target: Target
-    toolchain: dict[str, str]
-    bindings: tuple[BindingSpec, ...]
-    aliases: tuple[AliasedBinding, ...]
-    constants: dict[str, str]
-
-
 def build_engine(
-    program: DecoderProgram, report: ProofReport, flavour: Flavour, targets: tuple[str, ...], directory: Path, progress: Progress
+    program: DecoderProgram,
+    report: ProofReport,
+    target: Target,
+    toolchain: dict[str, str],
+    directory: Path,
+    progress: Progress,
 ) -> BuiltEngine:
-    """Build `program`, whose writes `report` proves, for the compute capabilities `targets` into the empty `directory`.
+    """Build `program`, whose writes `report` proves, for the compute capabilities of `target` into the empty `directory`.
 
     Needs shapes only: no weight is read. WriteNotProven and UnsupportedModel as `build_network`; BuildFailed when TensorRT fails
     or when a cache would not be written in place.
@@ -56,12 +39,12 @@ def build_engine(
         progress(0.1, f"{builder.network.num_layers} layers, {len(network.aliases)} aliased caches")
         check_aliases(network.aliases, program.cache.num_layers)
         shapes = [_shapes(profile, network.bindings) for profile in program.profiles.profiles]
-        plan = builder.build(shapes, targets, lambda done, what: progress(0.1 + 0.9 * done, what))
+        plan = builder.build(shapes, target.compute_capabilities, lambda done, what: progress(0.1 + 0.9 * done, what))
     (directory / PLAN_FILE).write_bytes(plan)
     return BuiltEngine(
         directory=directory,
-        target=target(targets),
-        toolchain={**build_toolchain(flavour), "plan_sha256": hashlib.sha256(plan).hexdigest()},
+        target=target,
+        toolchain=toolchain,
         bindings=tuple(network.bindings),
         aliases=tuple(network.aliases),
         constants={binding.name: binding.name for binding in network.bindings if binding.role is Role.WEIGHT},
@@ -84,8 +67,8 @@ Extent = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 def _shapes(profile: OptimizationProfile, bindings: list[BindingSpec]) -> dict[str, Extent]:
     """The extent of every dynamic input: axis 0 counts rows, axis 1 of the tokens their length."""
-    inputs = [b for b in bindings if None in b.shape and b.role is not Role.OUTPUT and not b.name.endswith(".updated")]
-    return {binding.name: _extent(profile, binding) for binding in inputs}
+    outputs = {LOGITS, *(updated_name(binding.name) for binding in bindings)}
+    return {b.name: _extent(profile, b) for b in bindings if None in b.shape and b.name not in outputs}
 
 
 def _extent(profile: OptimizationProfile, binding: BindingSpec) -> Extent:

@@ -9,7 +9,6 @@ from enum import StrEnum
 import torch
 
 from shared.errors import BackendUnavailable, FieldOutOfRange
-from shared.manifest import Target
 
 
 class Flavour(StrEnum):
@@ -39,10 +38,6 @@ def require_buildable(flavour: Flavour, targets: tuple[str, ...]) -> None:
             f"building for {flavour} needs an NVIDIA GPU of the target's kind, because its kernels are timed on it; this host "
             f"has none. Build for {Flavour.RTX}, which needs no GPU, or build on a host with one"
         )
-
-
-def target(capabilities: tuple[str, ...]) -> Target:
-    return Target(device="cuda", isa=(), compute_capabilities=capabilities)
 
 
 def build_toolchain(flavour: Flavour) -> dict[str, str]:

@@ -25,7 +25,7 @@ from compiler_service.backends.tensorrt.attention import Masks, attend
 from compiler_service.backends.tensorrt.layers import ITensor, Layers
 from compiler_service.export.program import DecoderProgram
 from compiler_service.proof.certificate import ProofReport, WriteProof
-from shared.bindings import INPUT_IDS, LOGITS, WRITE_START, AliasedBinding, BindingSpec, Role
+from shared.bindings import INPUT_IDS, LOGITS, WRITE_START, AliasedBinding, BindingSpec, Role, updated_name
 from shared.errors import BuildFailed, UnsupportedModel, WriteNotProven
 
 _DTYPES = {
@@ -34,11 +34,6 @@ _DTYPES = {
     torch.bfloat16: trt.bfloat16,
     torch.int32: trt.int32,
 }
-
-
-def updated(cache: str) -> str:
-    """Name of the output that is the written cache."""
-    return f"{cache}.updated"
 
 
 @dataclass(slots=True)
@@ -115,8 +110,8 @@ class _Converter(fx.Interpreter):
             if spec.kind is OutputKind.USER_INPUT_MUTATION:
                 assert spec.target is not None
                 cache = self._program.inputs[spec.target]
-                self._output(updated(cache), Role.CACHE, tensor)
-                self._network.aliases.append(AliasedBinding(input=cache, output=updated(cache)))
+                self._output(updated_name(cache), Role.CACHE, tensor)
+                self._network.aliases.append(AliasedBinding(input=cache, output=updated_name(cache)))
             else:
                 self._output(LOGITS, Role.OUTPUT, tensor)
 

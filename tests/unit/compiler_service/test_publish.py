@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compiler_service.backends.inductor.build import BuiltEngine
+from compiler_service.backends.backend import BuiltEngine
 from compiler_service.ingest.model import IngestedModel
 from compiler_service.lowering.lower import lower_to_linear, lower_to_pools
 from compiler_service.proof.decoder import prove_decoder
@@ -71,7 +71,7 @@ def change_an_operator(graph):
 
 
 def test_the_same_inputs_give_the_same_key(program):
-    assert engine_key(model(), program, TARGET, TOOLCHAIN) == engine_key(model(), copy.deepcopy(program), TARGET, TOOLCHAIN)
+    assert engine_key(model(), program, "inductor", TARGET, TOOLCHAIN) == engine_key(model(), copy.deepcopy(program), "inductor", TARGET, TOOLCHAIN)
 
 
 @pytest.mark.parametrize(
@@ -92,23 +92,23 @@ def test_the_same_inputs_give_the_same_key(program):
 )
 def test_each_part_changes_the_key_and_is_named(program, component, change):
     """BR-140: a key without edges, constants, weights or profile order serves a wrong engine."""
-    base = engine_key(model(), program, TARGET, TOOLCHAIN)
-    other = engine_key(*change(model(), program), TARGET, TOOLCHAIN)
+    base = engine_key(model(), program, "inductor", TARGET, TOOLCHAIN)
+    other = engine_key(*change(model(), program), "inductor", TARGET, TOOLCHAIN)
     assert other.artifact_id != base.artifact_id
     assert explain_difference(base, other) == [component]
 
 
 @pytest.mark.parametrize("component", ["target", "toolchain"])
 def test_where_and_with_what_it_is_built_counts(program, component):
-    base = engine_key(model(), program, TARGET, TOOLCHAIN)
+    base = engine_key(model(), program, "inductor", TARGET, TOOLCHAIN)
     target = Target("cpu", ("avx2", "avx512f"), ()) if component == "target" else TARGET
     toolchain = TOOLCHAIN | {"cpp": "g++ 13"} if component == "toolchain" else TOOLCHAIN
-    assert explain_difference(base, engine_key(model(), program, target, toolchain)) == [component]
+    assert explain_difference(base, engine_key(model(), program, "inductor", target, toolchain)) == [component]
 
 
 def test_toolchain_order_does_not_count(program):
     swapped = dict(reversed(TOOLCHAIN.items()))
-    assert engine_key(model(), program, TARGET, swapped) == engine_key(model(), program, TARGET, TOOLCHAIN)
+    assert engine_key(model(), program, "inductor", TARGET, swapped) == engine_key(model(), program, "inductor", TARGET, TOOLCHAIN)
 
 
 def test_names_of_sizes_do_not_count(program):
@@ -135,10 +135,14 @@ def certificate(cache, binding="", aliased=False):
     return WriteCertificate(cache, "n", "index_put", 2, "write_start", "n", "proved", "proved", binding, aliased, "")
 
 
+def alias_of(cache):
+    return AliasedBinding(pool_name(int(cache.split(".")[1])), pool_name(int(cache.split(".")[1])))
+
+
 def test_certificates_get_the_engines_side():
     names = ("k_cache.0", "v_cache.0", "k_cache.11", "v_cache.11")
     aliases = [AliasedBinding(pool_name(layer), pool_name(layer)) for layer in (0, 11)]
-    assert certify([certificate(name) for name in names], aliases) == tuple(
+    assert certify([certificate(name) for name in names], aliases, alias_of) == tuple(
         certificate(name, pool_name(int(name.split(".")[1])), aliased=True) for name in names
     )
 
@@ -146,7 +150,7 @@ def test_certificates_get_the_engines_side():
 @pytest.mark.parametrize("aliases", [[], [AliasedBinding("kv_pool.0", "kv_pool.0")], [AliasedBinding("kv_pool.1", "logits")]])
 def test_a_proven_write_that_is_not_in_place_stops_the_build(aliases):
     with pytest.raises(BuildFailed, match=r"k_cache\.1"):
-        certify([certificate("k_cache.0"), certificate("k_cache.1")], aliases)
+        certify([certificate("k_cache.0"), certificate("k_cache.1")], aliases, alias_of)
 
 
 def test_the_manifest_lists_every_file_and_reads_back(program, tmp_path):
@@ -154,8 +158,8 @@ def test_the_manifest_lists_every_file_and_reads_back(program, tmp_path):
     (tmp_path / "package" / "deep" / "x.so").write_bytes(b"code")
     (tmp_path / "constants.safetensors").write_bytes(b"c")
     built = BuiltEngine(tmp_path, TARGET, TOOLCHAIN, (), (), {"m.w": "w"})
-    key = engine_key(model(), program, TARGET, TOOLCHAIN)
-    manifest = engine_manifest(key, model(), program, built, (certificate("k_cache.0"),))
+    key = engine_key(model(), program, "inductor", TARGET, TOOLCHAIN)
+    manifest = engine_manifest(key, model(), program, "inductor", built, (certificate("k_cache.0"),))
     assert [entry.path for entry in manifest.files] == ["constants.safetensors", "package/deep/x.so"]
     assert manifest.files[1].size == 4
     assert (manifest.artifact_id, manifest.model.model_id) == (key.artifact_id, "a" * 64)

@@ -12,7 +12,8 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from compiler_service.backends.inductor.build import BuiltEngine, build_engine, check_package
+from compiler_service.backends.backend import BuiltEngine
+from compiler_service.backends.inductor.build import build_engine, check_package
 from compiler_service.backends.inductor.probe import verify_engine
 from compiler_service.backends.inductor.target import host_target
 from compiler_service.export.program import DecoderProgram, export_decoder
@@ -148,3 +149,12 @@ def test_a_program_inductor_cannot_compile_is_a_failed_build(
     monkeypatch.setattr("compiler_service.backends.inductor.build.aoti_compile_and_package", broken)
     with pytest.raises(BuildFailed, match=r"could not compile the program: C\+\+ compile error"):
         build_engine(exported("llama", Layout.PAGED), host_target(), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_bfloat16_engine_is_built_and_verified() -> None:
+    """The build itself compares the engine with the eager export at every profile's sizes; Qwen 3, over pages."""
+    tiny = tiny_engine("qwen3", Layout.PAGED, "bfloat16")
+    manifest = decode_engine_manifest(tiny.store.manifest(tiny.engine_id))
+    assert {binding.dtype for binding in manifest.bindings if binding.name.startswith("kv_pool")} == {"bfloat16"}
+    assert manifest.model.weights_dtype == "bfloat16"

@@ -1,0 +1,51 @@
+"""Inductor as a Backend: pools in place, verified by running the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from compiler_service.backends.backend import BuiltEngine, Progress
+from compiler_service.backends.inductor.build import BACKEND, build_engine
+from compiler_service.backends.inductor.probe import verify_engine
+from compiler_service.backends.inductor.target import CpuTarget, build_toolchain, host_target
+from compiler_service.export.program import DecoderProgram
+from compiler_service.lowering.lower import lower_to_linear, lower_to_pools
+from compiler_service.proof.certificate import ProofReport
+from shared.bindings import AliasedBinding, pool_name
+from shared.manifest import Target
+
+
+@dataclass(frozen=True, slots=True)
+class InductorBackend:
+    """Builds for `cpu`, this host's."""
+
+    cpu: CpuTarget
+    toolchain: dict[str, str]
+    name: str = field(default=BACKEND, init=False)
+    static_cache: bool = field(default=False, init=False)
+
+    @staticmethod
+    def on_this_host() -> InductorBackend:
+        return InductorBackend(host_target(), build_toolchain())
+
+    @property
+    def target(self) -> Target:
+        return self.cpu.manifest_target
+
+    def lower(self, exported: DecoderProgram) -> DecoderProgram:
+        return lower_to_linear(exported)
+
+    def place_caches(self, linear: DecoderProgram, report: ProofReport) -> DecoderProgram:
+        return lower_to_pools(linear, report.proven_nodes)
+
+    def alias_of(self, cache: str) -> AliasedBinding:
+        pool = pool_name(int(cache.rpartition(".")[2]))
+        return AliasedBinding(pool, pool)
+
+    def build(self, program: DecoderProgram, report: ProofReport, directory: Path, progress: Progress) -> BuiltEngine:
+        progress(0.0, f"inductor, {len(program.cache.groups)} cache groups, {' '.join(self.cpu.features)}")
+        return build_engine(program, self.cpu, directory)
+
+    def verify(self, built: BuiltEngine, exported: DecoderProgram, weights: Path) -> None:
+        verify_engine(built, exported, weights)

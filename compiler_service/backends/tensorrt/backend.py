@@ -1,0 +1,53 @@
+"""TensorRT as a Backend: the linear caches aliased by the engine itself, verified by the build's own record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from compiler_service.backends.backend import BuiltEngine, Progress
+from compiler_service.backends.tensorrt.build import build_engine
+from compiler_service.backends.tensorrt.decompose import decompose
+from compiler_service.backends.tensorrt.flavour import Flavour, build_toolchain, require_buildable
+from compiler_service.export.program import DecoderProgram
+from compiler_service.lowering.lower import lower_to_linear
+from compiler_service.proof.certificate import ProofReport
+from shared.bindings import AliasedBinding, updated_name
+from shared.manifest import Target
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRTBackend:
+    """Builds for `target`'s compute capabilities with the library of `flavour`."""
+
+    flavour: Flavour
+    target: Target
+    toolchain: dict[str, str]
+    static_cache: bool = field(default=True, init=False)
+
+    @staticmethod
+    def for_targets(flavour: Flavour, capabilities: tuple[str, ...]) -> TensorRTBackend:
+        """BackendUnavailable where this host cannot build; FieldOutOfRange for a target the flavour does not know."""
+        require_buildable(flavour, capabilities)
+        target = Target(device="cuda", isa=(), compute_capabilities=capabilities)
+        return TensorRTBackend(flavour, target, build_toolchain(flavour))
+
+    @property
+    def name(self) -> str:
+        return self.flavour.value
+
+    def lower(self, exported: DecoderProgram) -> DecoderProgram:
+        return decompose(lower_to_linear(exported))
+
+    def place_caches(self, linear: DecoderProgram, report: ProofReport) -> DecoderProgram:
+        return linear
+
+    def alias_of(self, cache: str) -> AliasedBinding:
+        return AliasedBinding(cache, updated_name(cache))
+
+    def build(self, program: DecoderProgram, report: ProofReport, directory: Path, progress: Progress) -> BuiltEngine:
+        return build_engine(program, report, self.target, self.toolchain, directory, progress)
+
+    def verify(self, built: BuiltEngine, exported: DecoderProgram, weights: Path) -> None:
+        """Nothing runs here: a plan runs on GPUs alone, and may be built where there is none. What the build recorded of its
+        aliases stands in the manifest, and the runtime compares the plan with it on every load."""
