@@ -78,6 +78,13 @@ class Inputs:
         pool = storage.as_strided(self.pool.shape, self.pool.stride(), self.pool.storage_offset())
         return replace(self, storage=storage, pool=pool)
 
+    def on(self, device: torch.device) -> Inputs:
+        """A copy on another device, at the same strides."""
+        storage = self.storage.to(device)
+        pool = storage.as_strided(self.pool.shape, self.pool.stride(), self.pool.storage_offset())
+        moved = {name: getattr(self, name).to(device) for name in ("q", "k", "v", "table", "start")}
+        return replace(self, storage=storage, pool=pool, sinks=None if self.sinks is None else self.sinks.to(device), **moved)
+
     def caches(self) -> tuple[Tensor, Tensor]:
         """K and V `[B, K, capacity, D]` as the rows of the pool read after the new ones were written, at odd strides."""
         case, pages = self.case, reference.by_page(self.pool, self.case.page_dim)
