@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from shared.manifest import EngineManifest
 
-MUST_MATCH = ("torch", "attention_ops")
+MUST_MATCH = ("torch", "ops")
 """Toolchain entries that have to be equal where an engine is built and where it runs (shared/inductor/toolchain.py)."""
 _WIDER_VECTORS = "avx512f"
 

@@ -9,6 +9,7 @@ from compiler_service.export.program import DecoderProgram
 from compiler_service.lowering import spec
 from compiler_service.lowering.passes.canonical_order import canonical_order
 from compiler_service.lowering.passes.functionalize import functionalize
+from compiler_service.lowering.passes.group_linears import group_linears
 from compiler_service.lowering.passes.page_caches import page_caches
 from compiler_service.lowering.passes.remove_dead_inputs import remove_dead_inputs
 from compiler_service.lowering.passes.take_sizes_from_tokens import take_sizes_from_tokens
@@ -31,14 +32,13 @@ PASSES = (
 """From the export to the form the proof compares with it."""
 
 PAGED_RULES = (spec.inputs_are_bindings, spec.everything_is_read, spec.pools_change_in_place)
+POOL_PASSES = (Stage(group_linears, PAGED_RULES),)
+"""From the proven program over pools, which `page_caches` makes, to the one a backend builds."""
 
 
 def lower_to_linear(program: DecoderProgram) -> DecoderProgram:
     """The export in functional form: still the linear caches, still to be proven."""
-    for stage in PASSES:
-        program = stage.rewrite(program)
-        spec.check(program, stage.rewrite.__name__, stage.rules)
-    return program
+    return _run(PASSES, program)
 
 
 def lower_to_pools(program: DecoderProgram, proven_writes: Collection[str]) -> DecoderProgram:
@@ -49,4 +49,11 @@ def lower_to_pools(program: DecoderProgram, proven_writes: Collection[str]) -> D
     """
     program = page_caches(program, proven_writes)
     spec.check(program, page_caches.__name__, PAGED_RULES)
+    return _run(POOL_PASSES, program)
+
+
+def _run(stages: tuple[Stage, ...], program: DecoderProgram) -> DecoderProgram:
+    for stage in stages:
+        program = stage.rewrite(program)
+        spec.check(program, stage.rewrite.__name__, stage.rules)
     return program

@@ -17,6 +17,7 @@ from runtime_service.engine.inductor import InductorEngine
 from runtime_service.engine.weights import ModelWeights, WeightsCache
 from shared.artifacts.store import ArtifactHandle
 from shared.bindings import Role, pool_name
+from shared.compatibility import Device, Level, compare
 from shared.errors import EngineIncompatible
 from shared.inductor.files import CONSTANTS_FILE, PACKAGE_DIRECTORY
 from shared.inductor.isa import host_features
@@ -61,11 +62,9 @@ class EngineLoader:
 def check_host(manifest: EngineManifest) -> None:
     """EngineIncompatible unless this host can run the engine. Looks at the manifest alone; nothing of the engine is mapped."""
     _require("backend", "inductor", manifest.backend)
-    _require("target.device", "cpu", manifest.target.device)
-    if missing := sorted(set(manifest.target.isa) - host_features()):
-        _require("target.isa", " ".join(manifest.target.isa), f"a CPU without {' '.join(missing)}")
-    for name, here in runtime_toolchain().items():
-        _require(f"toolchain.{name}", manifest.toolchain.get(name, "nothing"), here)
+    found = compare(manifest, Device("cpu", host_features(), "", runtime_toolchain()))
+    if found.level is Level.UNSUPPORTED:
+        _require(found.field, found.expected, found.got)
 
 
 def check_package(manifest: EngineManifest, package: Package) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shared.errors import ArtifactCorrupt, EngineIncompatible
-from shared.kernels.attention.ops import load_ops
+from shared.inductor.toolchain import load_ops
 
 _MODEL_NAME = "model"
 _PAGED_ATTEND = "quire::paged_attend"

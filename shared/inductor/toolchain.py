@@ -6,12 +6,19 @@ import hashlib
 
 import torch
 
-from shared.kernels.attention.ops import load_ops
+from shared.kernels.attention import ops as attention
+from shared.kernels.linear import ops as linear
 
 TORCH = "torch"
-ATTENTION_OPS = "attention_ops"
+OPS = "ops"
 CPU_ISA = "cpu_isa"
 """The vector instructions Inductor generated for, in its own words; read back from the package when it is loaded."""
+
+
+def load_ops() -> None:
+    """Register every op an engine may call. Idempotent; compiles their kernels on a machine's first use."""
+    attention.load_ops()
+    linear.load_ops()
 
 
 def runtime_toolchain() -> dict[str, str]:
@@ -20,8 +27,9 @@ def runtime_toolchain() -> dict[str, str]:
     torch's local version (`+cpu`, `+cu130`) is left out: those builds of one release share the interface a CPU engine uses.
     """
     load_ops()
-    schemas = [str(op.default._schema) for op in (torch.ops.quire.attend, torch.ops.quire.paged_attend)]
+    ops = (torch.ops.quire.attend, torch.ops.quire.paged_attend, torch.ops.quire.linears)
+    schemas = [str(op.default._schema) for op in ops]
     return {
         TORCH: torch.__version__.split("+", 1)[0],
-        ATTENTION_OPS: hashlib.sha256("\n".join(schemas).encode()).hexdigest()[:16],
+        OPS: hashlib.sha256("\n".join(schemas).encode()).hexdigest()[:16],
     }

@@ -96,7 +96,7 @@ class Client:
         if with_model and not self.store.contains(model_id):
             model = ModelManifest(SCHEMA_VERSION, model_id, "model", facts, (FileEntry("weights.bin", EMPTY_SHA256, 0),))
             self._publish(model_id, "weights.bin", encode_manifest(model))
-        toolchain = {"torch": "2.14.1", "attention_ops": "abc"}
+        toolchain = {"torch": "2.14.1", "ops": "abc"}
         engine = dataclasses.replace(
             base,
             artifact_id=artifact_id,

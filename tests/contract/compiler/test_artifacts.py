@@ -8,7 +8,7 @@ from shared.pb.quire.v1 import common_pb2
 from shared.pb.quire.v1 import compiler_pb2 as pb
 from tests.contract.compiler.conftest import ENGINE_ID, MODEL_ID, refused
 
-DEVICE = pb.DeviceDescription(kind="cpu", isa=["avx2", "sse"], toolchain={"torch": "2.14.1", "attention_ops": "abc"})
+DEVICE = pb.DeviceDescription(kind="cpu", isa=["avx2", "sse"], toolchain={"torch": "2.14.1", "ops": "abc"})
 
 
 async def test_an_engine_and_its_model_are_shown_whole(client):

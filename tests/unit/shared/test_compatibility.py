@@ -12,11 +12,11 @@ from tests.support.tiny_engine import TinyModel, tiny_manifest
 
 AVX2 = ("avx2", "fma")
 BASE = tiny_manifest(TinyModel().spec(Layout.PAGED, 4, 64), ("decode=8x1", "prefill=2x16"), (1,))
-CPU = Device("cpu", frozenset({*AVX2, "sse"}), "", {"torch": "2.14.1", "attention_ops": "abc", "cpp": "g++ 13"})
+CPU = Device("cpu", frozenset({*AVX2, "sse"}), "", {"torch": "2.14.1", "ops": "abc", "cpp": "g++ 13"})
 
 
 def manifest(target=None, **toolchain):
-    versions = {"torch": "2.14.1", "attention_ops": "abc", "cpp": "g++ 12", "transformers": "5.24.0"} | toolchain
+    versions = {"torch": "2.14.1", "ops": "abc", "cpp": "g++ 12", "transformers": "5.24.0"} | toolchain
     return dataclasses.replace(BASE, target=target or Target("cpu", AVX2, ()), toolchain=versions)
 
 

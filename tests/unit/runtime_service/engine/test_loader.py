@@ -56,7 +56,7 @@ UNFIT: dict[str, Callable[[EngineManifest], EngineManifest]] = {
     "target.device": lambda m: replace(m, target=Target("cuda", (), ("sm90",))),
     "target.isa": lambda m: replace(m, target=Target("cpu", (*m.target.isa, "avx1024"), ())),
     "toolchain.torch": lambda m: replace(m, toolchain={**m.toolchain, "torch": "2.0.0"}),
-    "toolchain.attention_ops": lambda m: replace(m, toolchain={k: v for k, v in m.toolchain.items() if k != "attention_ops"}),
+    "toolchain.ops": lambda m: replace(m, toolchain={k: v for k, v in m.toolchain.items() if k != "ops"}),
 }
 
 
