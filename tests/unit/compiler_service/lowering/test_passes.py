@@ -15,6 +15,7 @@ from compiler_service.export.program import DecoderProgram
 from compiler_service.lowering.lower import lower_to_linear, lower_to_pools
 from compiler_service.lowering.passes.canonical_order import canonical_order
 from compiler_service.lowering.passes.functionalize import functionalize
+from compiler_service.lowering.passes.group_linears import group_linears
 from compiler_service.lowering.passes.page_caches import page_caches
 from compiler_service.lowering.passes.remove_dead_inputs import remove_dead_inputs
 from compiler_service.lowering.passes.take_sizes_from_tokens import take_sizes_from_tokens
@@ -144,6 +145,28 @@ def test_pools_and_block_table_are_inputs_with_free_sizes(exported: Export, layo
     else:
         assert (ranges[str(width)].lower, ranges[str(width)].upper) == (1, 6)
     assert str(values[BLOCK_TABLE].shape[0]) == str(values[INPUT_IDS].shape[0])
+
+
+def test_projections_of_one_input_are_one_call(exported: Export) -> None:
+    """Seven products a layer become four calls: q k v, o, gate up, down; and the head."""
+    program = lower_to_linear(exported("llama", Layout.PAGED))
+    paged = lower_to_pools(program, writes_of(program))
+    calls = paged.program.graph.find_nodes(op="call_function", target=torch.ops.quire.linears.default)
+    assert [len(node.args[1]) for node in calls] == [3, 1, 2, 1, 3, 1, 2, 1, 1]
+    assert not paged.program.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    first = [weight.name.rpartition("self_attn_")[2] for weight in calls[0].args[1]]
+    assert sorted(first) == ["k_proj_weight", "q_proj_weight", "v_proj_weight"]
+
+
+def test_a_projection_with_a_bias_is_left_alone(exported: Export) -> None:
+    program = lower_to_linear(exported("llama", Layout.PAGED))
+
+    def edit(graph: fx.Graph, nodes: dict[str, fx.Node]) -> None:
+        first = graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)[0]
+        first.args = (*first.args, nodes["p_step_model_model_norm_weight"])
+
+    grouped = group_linears(edited(program, edit))
+    assert len(grouped.program.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)) == 1
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------------------
