@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +23,10 @@ import torch
 
 from shared.kernels.compaction.check import FaultKind
 from shared.kernels.compaction.inputs import RequestRound, RowMode
-from shared.kernels.compaction.layout import Mode
+from shared.kernels.compaction.layout import Family, Mode
 from shared.kernels.compaction.movers import Mover
 from shared.kernels.compaction.params import compact
+from shared.kernels.compaction.triton import mover as triton_mover
 from shared.kernels.compaction.triton.mover import Tuning
 from shared.kv_spec import DType
 from tests.property.compaction_fuzz import fuzz_round
@@ -53,6 +55,41 @@ def check_random_rounds(device: torch.device) -> Iterator[Outcome]:
     """Random rounds. Each has geometries of its own to compile, so they are few; the CPU runs thousands."""
     for seed in range(20):
         yield f"random round {seed}", fuzz_round(seed, [Mover.TRITON], str(device))
+
+
+def check_waits(device: torch.device) -> Iterator[Outcome]:
+    """The pack kernel names every earlier tile whose sources a tile's stores clobber. Timing hides a missing one; this does not."""
+    rng = np.random.default_rng(4)
+    for attempt in range(12):
+        masked = attempt % 4 == 3
+        requests = []
+        for _ in range(3):
+            base, keep, tail = int(rng.integers(0, 30)), int(rng.integers(60, 120)), int(rng.integers(0, 5))
+            valid_len = base + keep + int(rng.integers(1, [4, 40, 150][attempt % 3]))
+            # The first entry goes, so that every move is a real one.
+            requests.append(RequestRound(choose_kept(rng, 1, keep, base + 1, valid_len), base, valid_len, tail))
+        family = {"family": Family.MASKED_WINDOW, "window": 50} if masked else {}
+        group = GroupCase(*catalogue.tables(3, 320, 8, seed=attempt), **family)
+        full = (replace(group, layers=(1,), family=Family.FULL, window=None),) if masked else ()
+        rig = Rig(Case(8, (group, *full), tuple(requests), keep_capacity=130, scrub=attempt % 2 == 1), device)
+        launch = triton_mover.bind_group(rig.build(Mover.REFERENCE).groups[0], rig.inputs, None, Tuning(tile_vectors=16))
+        launch.pack(grid=(rig.inputs.stage(requests), 1))
+        src, dst, spans, waits = (tensor.cpu().numpy()[0] for tensor in launch.pack.tensors[-5:-1])
+        yield f"waits {attempt}", sum(unsafe_tiles(*lists, tile_rows=16 // 2) for lists in zip(src, dst, spans, waits, strict=True))
+
+
+def unsafe_tiles(src: np.ndarray, dst: np.ndarray, span: np.ndarray, waits: np.ndarray, tile_rows: int) -> int:
+    """Pairs of tiles (t, u) of one list such that t stores over a source of u and neither waits for u nor comes before it."""
+    begin, end, _ = span
+    tiles = [range(low, min(low + tile_rows, end)) for low in range(begin, end, tile_rows)]
+    sources = [{int(src[i]) for i in tile} - {-1} for tile in tiles]
+    stores = [{int(dst[i]) for i in tile} - {-1} for tile in tiles]
+    assert len(tiles) > 3
+    bad = 0
+    for t, u in itertools.product(range(len(tiles)), repeat=2):
+        first, last = waits[t]
+        bad += u != t and bool(stores[t] & sources[u]) and not (first <= u <= last < t)
+    return bad + sum(int(last >= t or last - first > 1) for t, (first, last) in enumerate(waits[: len(tiles)]))
 
 
 def check_races(device: torch.device) -> Iterator[Outcome]:
@@ -177,7 +214,9 @@ def check_draft_and_wide_rounds(device: torch.device) -> Iterator[Outcome]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", default="", help="sections (catalogue, random, races, large, graph, value, idle) or rounds")
+    parser.add_argument(
+        "--only", default="", help="sections (catalogue, waits, random, races, large, graph, value, idle) or rounds"
+    )
     parser.add_argument(
         "--limit", type=float, default=480, help="seconds after which the run is given up, say because a kernel hangs"
     )
@@ -186,6 +225,7 @@ def main() -> int:
     device = torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device(arguments.device)
     sections: dict[str, Callable[[torch.device], Iterator[Outcome]]] = {
         "catalogue": lambda device: check_catalogue(device, arguments.only),
+        "waits": check_waits,
         "value": check_value_check,
         "idle": check_draft_and_wide_rounds,
         "random": check_random_rounds,

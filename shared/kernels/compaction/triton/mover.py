@@ -49,7 +49,7 @@ class _Launch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _GroupLaunch:
+class GroupLaunch:
     """Launches of one group, bound. A round with at least `walk_from` requests has lists enough to fill the chip."""
 
     pack: _Launch
@@ -84,16 +84,17 @@ def bind(
     groups: tuple[BoundGroup, ...], inputs: RoundInputs, fault_key: torch.Tensor | None, tuning: Tuning | None = None
 ) -> Callable[[int], None]:
     """See `movers.bind`. Allocates the index buffers and compiles, so that a round does neither."""
-    launches = tuple(_bind_group(group, inputs, fault_key, tuning or Tuning()) for group in groups)
+    launches = tuple(bind_group(group, inputs, fault_key, tuning or Tuning()) for group in groups)
     return partial(_run, launches)
 
 
-def _run(launches: tuple[_GroupLaunch, ...], request_count: int) -> None:
+def _run(launches: tuple[GroupLaunch, ...], request_count: int) -> None:
     for launch in launches:
         launch(request_count)
 
 
-def _bind_group(group: BoundGroup, inputs: RoundInputs, fault_key: torch.Tensor | None, tuning: Tuning) -> _GroupLaunch:
+def bind_group(group: BoundGroup, inputs: RoundInputs, fault_key: torch.Tensor | None, tuning: Tuning) -> GroupLaunch:
+    """Allocate and compile what rounds of one group use."""
     device, batch, layers = inputs.kept.device, inputs.batch, len(group.pools)
     geometry, holes = group.geometry, group.mode is Mode.HOLE_FILLING
     strides = (geometry.page_stride, geometry.kv_stride, geometry.head_stride, geometry.token_stride)
@@ -166,7 +167,7 @@ def _bind_group(group: BoundGroup, inputs: RoundInputs, fault_key: torch.Tensor 
         loaded = indices(lists * batch, tiles)
         split = _Launch(split_kernel, (*lists_args, waits, loaded, epoch), move | {"layers": layers, "tiles": tiles})
     target = _multiprocessors(device) * tuning.fill
-    launch = _GroupLaunch(pack, group.list_rows, walk, split, lists, tiles, triton.cdiv(target, lists), target)
+    launch = GroupLaunch(pack, group.list_rows, walk, split, lists, tiles, triton.cdiv(target, lists), target)
     launch.compile()
     return launch
 

@@ -40,13 +40,9 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.mark.parametrize("name", CASES)
 def test_catalogue(name: str, form: str) -> None:
-    assert differing_bytes(run(CASES[name](), Mover.CPU), expected_bytes(name)) == 0
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if "unmapped" not in name])
-def test_catalogue_values_are_sound(name: str) -> None:
-    """The value check finds no fault in sound rounds, and lets them move."""
-    assert differing_bytes(run(CASES[name](), Mover.CPU, check_values=True), expected_bytes(name)) == 0
+    """The compiled form runs behind the value check, which must find no fault in sound rounds and let them move."""
+    check_values = form == "compiled" and "unmapped" not in name
+    assert differing_bytes(run(CASES[name](), Mover.CPU, check_values=check_values), expected_bytes(name)) == 0
 
 
 @pytest.mark.parametrize("mode", Mode)
