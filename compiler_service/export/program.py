@@ -78,8 +78,8 @@ def export_decoder(
     load_ops()
     dtype = spec.group_of(0).dtype
     model = weightless_decoder(config, DType(dtype))
-    # torch.export turns a sample size of 0 or 1 into a constant, so every range and every sample reaches at least 2.
-    batch, query_len = AxisRange(1, max(2, profiles.max_batch)), AxisRange(1, max(2, profiles.max_query_len))
+    # torch.export turns a sample size of 0 or 1 into a constant, and of a Dim that ends at 2 it keeps each tensor's size apart.
+    batch, query_len = AxisRange(1, max(3, profiles.max_batch)), AxisRange(1, max(3, profiles.max_query_len))
     sample_batch, sample_len = min(3, batch.max), min(5, query_len.max)
     sample_caches = _sample_caches(spec, sample_batch, spec.max_len if static_cache else 7)
     k_cache, v_cache = sample_caches, list(map(torch.empty_like, sample_caches))
