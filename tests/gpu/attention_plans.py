@@ -25,8 +25,8 @@ def write_attention_plans(directory: Path) -> None:
     """Batch and query length are dynamic; float32."""
     directory.mkdir(parents=True, exist_ok=True)
     with without_gpu():
-        import torch_tensorrt  # noqa: F401 - makes `tensorrt` importable
         import tensorrt as trt
+        import torch_tensorrt  # noqa: F401 - makes `tensorrt` importable
 
         from compiler_service.backends.tensorrt.attention import Masks, attend
         from compiler_service.backends.tensorrt.layers import Layers

@@ -26,7 +26,7 @@ from runtime_service.engine.engine import EngineInputs
 from runtime_service.engine.tensorrt.engine import TensorRTEngine
 from runtime_service.engine.tensorrt.library import check_host, load_library
 from runtime_service.engine.weights import WeightsCache
-from runtime_service.kv.pool import K, V, KVPool
+from runtime_service.kv.pool import K, KVPool, V
 from shared.bindings import cache_name
 from shared.errors import EngineIncompatible, FieldOutOfRange
 from shared.manifest import EngineManifest, decode_engine_manifest
@@ -57,9 +57,7 @@ class Engine:
         self.manifest: EngineManifest = decode_engine_manifest((self.directory / "manifest.json").read_bytes())
         check_host(self.manifest)
         self.weights = CACHE.get(self.directory.name, self.directory / "weights.safetensors", "cuda")
-        self.engine = TensorRTEngine(
-            self.manifest, self.directory / "engine.plan", self.weights, ExitStack(), graphs=self.graphs
-        )
+        self.engine = TensorRTEngine(self.manifest, self.directory / "engine.plan", self.weights, ExitStack(), graphs=self.graphs)
         self.pool = KVPool(self.manifest.cache, 1 + self.slots, "cuda")
         for tensor in self.pool.tensors:
             tensor.fill_(JUNK)
@@ -89,7 +87,7 @@ def check_single(root: Path) -> list[Row]:
     rest = sum(_untouched(tensor, slot=2, length=total) for tensor in engine.pool.tensors)
     replayed, graphed = results[True]
     same_caches = all(map(torch.equal, engine.pool.tensors, graphed.pool.tensors))
-    rows = [
+    return [
         Row("26-layer Gemma 3: top-1 equals eager", f"{total}/{total}", f"{agree}/{total}", agree == total),
         Row("26-layer Gemma 3: least cosine", f">= {LEAST_COSINE}", f"{cosine:.7f}", cosine >= LEAST_COSINE),
         Row("26-layer Gemma 3: caches in place", f"{caches}/{caches}", f"{in_place}/{caches}", in_place == caches),
@@ -97,7 +95,6 @@ def check_single(root: Path) -> list[Row]:
         Row("CUDA graph replay: logits bit for bit", "equal", _equal(torch.equal(got, replayed)), torch.equal(got, replayed)),
         Row("CUDA graph replay: caches bit for bit", "equal", _equal(same_caches), same_caches),
     ]
-    return rows
 
 
 def _single(directory: Path, tokens: Tensor, prefill: int, graphs: bool) -> tuple[Tensor, Engine]:
@@ -115,9 +112,7 @@ def _single(directory: Path, tokens: Tensor, prefill: int, graphs: bool) -> tupl
 
 def _in_place(engine: Engine, length: int) -> int:
     """Caches of slot 2 whose first `length` cells were all written."""
-    return sum(
-        int((tensor[half, 2, :, :length] != JUNK).any(-1).all()) for tensor in engine.pool.tensors for half in (K, V)
-    )
+    return sum(int((tensor[half, 2, :, :length] != JUNK).any(-1).all()) for tensor in engine.pool.tensors for half in (K, V))
 
 
 def _untouched(tensor: Tensor, slot: int, length: int) -> int:
@@ -152,8 +147,9 @@ def check_batch(root: Path) -> list[Row]:
         )
         dump = all(bool((tensor[:, 0] == JUNK).all()) for tensor in engine.pool.tensors)
         how = "graphs" if graphs else "no graphs"
+        right = f"{total - wrong}/{total}"
         rows += [
-            Row(f"batch 8, {len(names)} steps, {how}: tokens equal eager's", f"{total}/{total}", f"{total - wrong}/{total}", not wrong),
+            Row(f"batch 8, {len(names)} steps, {how}: tokens equal eager's", f"{total}/{total}", right, not wrong),
             Row(f"batch 8, {how}: least cosine", f">= {LEAST_COSINE}", f"{least:.7f}", least >= LEAST_COSINE),
             Row(f"batch 8, {how}: caches differ from eager's by", "<= 1e-3", f"{worst:.2e}", worst <= 1e-3),
             Row(f"batch 8, {how}: dump slot untouched", "yes", "yes" if dump else "no", dump),

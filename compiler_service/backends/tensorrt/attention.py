@@ -69,7 +69,7 @@ def attend(
     softcap: float | None,
     sinks: ITensor | None,
 ) -> ITensor:
-    """Attention of `q [B, Hq, n, D]` over the caches `[B, Hkv, S, D]` as shared/kernels/attention defines it; `heads` is (Hq, Hkv)."""
+    """Attention of `q [B, Hq, n, D]` over the caches `[B, Hkv, S, D]` as quire::attend defines it; `heads` is (Hq, Hkv)."""
     query_heads, kv_heads = heads
     group = query_heads // kv_heads
     head_dim = k.shape[3]

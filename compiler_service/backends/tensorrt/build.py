@@ -15,6 +15,7 @@ from shared.manifest import Target
 from shared.profiles import OptimizationProfile
 from shared.tensorrt.files import PLAN_FILE
 
+
 def build_engine(
     program: DecoderProgram,
     report: ProofReport,

@@ -8,7 +8,7 @@ network, so that a build needs none and engines share one copy of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from compiler_service.backends.tensorrt.layers import ITensor, Layers
 from compiler_service.export.program import DecoderProgram
 from compiler_service.proof.certificate import ProofReport, WriteProof
 from shared.bindings import INPUT_IDS, LOGITS, WRITE_START, AliasedBinding, BindingSpec, Role, updated_name
-from shared.errors import BuildFailed, UnsupportedModel, WriteNotProven
+from shared.errors import UnsupportedModel, WriteNotProven
 
 _DTYPES = {
     torch.float32: trt.float32,

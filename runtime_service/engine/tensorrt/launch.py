@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime_service.kv.pool import K, V, KVPool
+from runtime_service.kv.pool import K, KVPool, V
 from shared.bindings import INPUT_IDS, LAST_INDEX, LOGITS, POSITION_IDS, WRITE_START, Role, cache_name
 from shared.errors import EngineIncompatible, InternalError
 from shared.manifest import EngineManifest
