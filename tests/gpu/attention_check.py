@@ -134,6 +134,8 @@ def check_all(device: torch.device) -> list[tuple[str, str]]:
 def milliseconds(call: Callable[[], object], inner: int = 10, replays: int = 9) -> float:
     """Device time of one call: the median replay of a graph of `inner` calls, so that launches do not count."""
     stream = torch.cuda.Stream()
+    # The inputs are still being made on the stream that the caller uses.
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             call()
