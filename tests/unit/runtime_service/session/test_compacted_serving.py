@@ -175,6 +175,18 @@ def test_forked_samples_are_compacted_without_touching_what_they_share(layout: L
     assert loop.load().engines[0].preemptions == 0
 
 
+def test_forked_samples_without_pages_for_their_copies_are_recomputed() -> None:
+    """BR-038. The round is due in the step that forks, and no page is free to write survivors to."""
+    loop = serving(TinyEngine(), num_pages=1 + 8)
+    sampling = SamplingParams(temperature=0.0, n=2)
+    (stream,) = submit(loop, request(range(18), 30, sampling=sampling, compaction=RECENT))
+    run(loop)
+    assert loop.load().engines[0].preemptions > 0
+    expected = Oracle().expected_tokens(range(18), 30, recent_rounds(18, 30))
+    assert [stream.tokens(index) for index in range(2)] == [expected] * 2
+    assert loop.load().engines[0].pages_free == 8
+
+
 def test_evidence_of_the_pool_is_the_sum_of_its_requests() -> None:
     loop = serving(TinyEngine(), num_pages=80)
     streams = submit(loop, *(request(range(n), 30, compaction=RECENT) for n in (5, 17, 33)))
