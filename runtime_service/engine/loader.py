@@ -14,6 +14,8 @@ from torch import Tensor
 
 from runtime_service.engine.engine import Engine
 from runtime_service.engine.inductor import InductorEngine
+from runtime_service.engine.tensorrt import library
+from runtime_service.engine.tensorrt.engine import TensorRTEngine, load_plan
 from runtime_service.engine.weights import ModelWeights, WeightsCache
 from shared.artifacts.store import ArtifactHandle
 from shared.bindings import Role, pool_name
@@ -26,6 +28,7 @@ from shared.inductor.probe import find_faults
 from shared.inductor.read_back import compare_pools
 from shared.inductor.toolchain import CPU_ISA, runtime_toolchain
 from shared.manifest import EngineManifest, decode_engine_manifest, decode_model_manifest
+from shared.tensorrt.files import PLAN_FILE
 
 WEIGHTS_FILE = "weights.safetensors"
 _PACKAGE_MARKER = f"{PACKAGE_DIRECTORY}/archive_format"
@@ -50,6 +53,10 @@ class EngineLoader:
             check_host(manifest)
             model_id = decode_model_manifest(model.manifest_bytes).artifact_id
             _require("model", manifest.model.model_id, model_id)
+            if manifest.backend in library.BACKENDS:
+                weights = self._weights.get(model_id, model.path(WEIGHTS_FILE), "cuda")
+                launcher = load_plan(manifest, engine.path(PLAN_FILE), _bound_weights(manifest, weights))
+                return TensorRTEngine(manifest, launcher, weights, resources.pop_all())
             package = Package(engine.path(_PACKAGE_MARKER).parent)
             check_package(manifest, package)
             weights = self._weights.get(model_id, model.path(WEIGHTS_FILE))
@@ -61,6 +68,9 @@ class EngineLoader:
 
 def check_host(manifest: EngineManifest) -> None:
     """EngineIncompatible unless this host can run the engine. Looks at the manifest alone; nothing of the engine is mapped."""
+    if manifest.backend in library.BACKENDS:
+        library.check_host(manifest)
+        return
     _require("backend", "inductor", manifest.backend)
     found = compare(manifest, Device("cpu", host_features(), "", runtime_toolchain()))
     if found.level is Level.UNSUPPORTED:

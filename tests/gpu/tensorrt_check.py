@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from runtime_service.engine.engine import EngineInputs
-from runtime_service.engine.tensorrt.engine import TensorRTEngine
+from runtime_service.engine.tensorrt.engine import TensorRTEngine, load_plan
 from runtime_service.engine.tensorrt.library import check_host, load_library
 from runtime_service.engine.weights import WeightsCache
 from runtime_service.kv.pool import K, KVPool, V
@@ -57,10 +57,14 @@ class Engine:
         self.manifest: EngineManifest = decode_engine_manifest((self.directory / "manifest.json").read_bytes())
         check_host(self.manifest)
         self.weights = CACHE.get(self.directory.name, self.directory / "weights.safetensors", "cuda")
-        self.engine = TensorRTEngine(self.manifest, self.directory / "engine.plan", self.weights, ExitStack(), graphs=self.graphs)
+        self.load(self.directory / "engine.plan")
         self.pool = KVPool(self.manifest.cache, 1 + self.slots, "cuda")
         for tensor in self.pool.tensors:
             tensor.fill_(JUNK)
+
+    def load(self, plan: Path) -> None:
+        launcher = load_plan(self.manifest, plan, self.weights.tensors)
+        self.engine = TensorRTEngine(self.manifest, launcher, self.weights, ExitStack(), graphs=self.graphs)
 
     def step(self, profile: str, slots: list[int], ids: Tensor, starts: Tensor, last: int | None = None) -> Tensor:
         count = ids.shape[1]
@@ -167,7 +171,7 @@ def check_round_trip(root: Path) -> list[Row]:
     plan = trt.Runtime(trt.Logger(trt.Logger.WARNING)).deserialize_cuda_engine((directory / "engine.plan").read_bytes())
     (again / "engine.plan").write_bytes(bytes(plan.serialize()))
     second = Engine(directory, slots=8)
-    second.engine = TensorRTEngine(first.manifest, again / "engine.plan", second.weights, ExitStack())
+    second.load(again / "engine.plan")
     ids, zero = torch.arange(1, 9, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32)
     outputs = [engine.step("prefill", [1], ids, zero) for engine in (first, second)]
     shared = first.weights is second.weights
@@ -196,7 +200,7 @@ def check_refusals(root: Path) -> list[Row]:
 
     def without_an_alias() -> None:
         manifest = replace(engine.manifest, aliases=engine.manifest.aliases[1:])
-        TensorRTEngine(manifest, root / "batch" / "engine.plan", engine.weights, ExitStack())
+        load_plan(manifest, root / "batch" / "engine.plan", engine.weights.tensors)
 
     newer = replace(engine.manifest.target, compute_capabilities=("sm120",))
     other = engine.manifest.toolchain | {engine.manifest.backend: "0.0.1"}

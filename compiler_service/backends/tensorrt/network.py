@@ -145,7 +145,10 @@ class _Converter(fx.Interpreter):
         if str(proof.run.start) != f"{self._program.placeholder(WRITE_START)}[row]":
             raise WriteNotProven(f"{proof.node} writes {proof.cache} from {proof.run.start}; the engine's starts are {WRITE_START}")
         cache = self._inputs[proof.cache]
-        return self._layers().reshape(args[2], (0, cache.shape[1], -1, cache.shape[3]), permute=proof.update_axes)
+        axes = [axis for axis in proof.update_axes if axis is not None]
+        if len(axes) != len(cache.shape):
+            raise WriteNotProven(f"{proof.node} writes {proof.cache} with rows that are broadcast; the engine needs them whole")
+        return self._layers().reshape(args[2], (0, cache.shape[1], -1, cache.shape[3]), permute=axes)
 
     def _attend(self, q: Any, k: Any, v: Any, start: Any, scale: float, *rest: Any) -> ITensor:
         node = self._node
@@ -154,7 +157,8 @@ class _Converter(fx.Interpreter):
         if self._masks is None:
             layers = Layers(self._network.definition, self._network.kept, "mask")
             self._masks = Masks(layers, self._inputs[INPUT_IDS], start, self._program.cache.max_len)
-        heads = (node.args[0].meta["val"].shape[1], node.args[1].meta["val"].shape[1])
+        query, keys = node.all_input_nodes[:2]
+        heads = (query.meta["val"].shape[1], keys.meta["val"].shape[1])
         return attend(self._layers(), self._masks, q, k, v, heads, scale, *rest)
 
     def _layers(self) -> Layers:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from runtime_service.engine.bindings import check_inputs, check_pool
 from runtime_service.engine.engine import EngineInputs
@@ -23,29 +25,36 @@ from shared.manifest import EngineManifest
 from shared.profiles import Phase
 
 
+def load_plan(manifest: EngineManifest, plan: Path, weights: Mapping[str, Tensor]) -> Launcher:
+    """`plan` on the current CUDA device, compared with `manifest` and bound to `weights` (device tensors by binding name).
+
+    EngineIncompatible when it does not deserialize here, or is not what the manifest says.
+    """
+    _check_manifest(manifest)
+    trt = load_library(manifest.backend)
+    runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
+    engine = runtime.deserialize_cuda_engine(plan.read_bytes())
+    if engine is None:
+        raise EngineIncompatible(
+            f"the plan does not deserialize on {torch.cuda.get_device_name()}; compile it again for this host",
+            details={"field": "target", "expected": " ".join(manifest.target.compute_capabilities), "got": "no engine"},
+        )
+    check_plan(trt, engine, manifest)
+    return Launcher(trt, engine, manifest, weights)
+
+
 class TensorRTEngine:
-    """Engine over a plan on the current CUDA device. Holds `weights`, which engines of one model share.
+    """Engine over a loaded plan. Holds `weights`, which engines of one model share.
 
     `graphs`: decode steps are captured once for each number of rows and first slot, then replayed. `resources` are released
-    by `close()`. EngineIncompatible when the plan does not deserialize here, or is not what its manifest says.
+    by `close()`.
     """
 
     def __init__(
-        self, manifest: EngineManifest, plan: Path, weights: ModelWeights, resources: ExitStack, *, graphs: bool = True
+        self, manifest: EngineManifest, launcher: Launcher, weights: ModelWeights, resources: ExitStack, *, graphs: bool = True
     ) -> None:
-        _check_manifest(manifest)
-        trt = load_library(manifest.backend)
         self.manifest = manifest
-        self._runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
-        engine = self._runtime.deserialize_cuda_engine(plan.read_bytes())
-        if engine is None:
-            raise EngineIncompatible(
-                f"the plan does not deserialize on {torch.cuda.get_device_name()}; compile it again for this host",
-                details={"field": "target", "expected": " ".join(manifest.target.compute_capabilities), "got": "no engine"},
-            )
-        check_plan(trt, engine, manifest)
-        bound = {name: weights.tensors[stored] for name, stored in manifest.constants.items()}
-        self._launcher: Launcher | None = Launcher(trt, engine, manifest, bound)
+        self._launcher: Launcher | None = launcher
         self._weights: ModelWeights | None = weights
         self._graphs = graphs
         self._resources = resources

@@ -51,7 +51,7 @@ class Launcher:
 
     def __init__(self, trt: Any, plan: Any, manifest: EngineManifest, weights: Mapping[str, Tensor]) -> None:
         self._trt, self._plan, self._manifest, self._weights = trt, plan, manifest, weights
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it so
         largest = max(p.batch.max * p.query_len.max for p in manifest.profiles.profiles)
         rows = manifest.profiles.max_batch
         sizes = {**dict.fromkeys(_TOKENS, largest), **dict.fromkeys(_PER_ROW, rows)}

@@ -1,4 +1,4 @@
-"""The TensorRT library an engine asks for, and whether this host's GPU is one it was built for. Nothing is loaded before."""
+"""The TensorRT library an engine asks for and the GPU it would run on, looked at before anything of the engine is loaded."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shared.compatibility import Device, Level, compare
 from shared.errors import EngineIncompatible
 from shared.manifest import EngineManifest
 
@@ -17,17 +18,12 @@ BACKENDS = ("tensorrt_rtx", "tensorrt")
 
 def check_host(manifest: EngineManifest) -> None:
     """EngineIncompatible, naming the field, unless the GPU and the library are those the engine was built for."""
-    _require(manifest.backend in BACKENDS, "backend", " or ".join(BACKENDS), manifest.backend)
-    _require(manifest.target.device == "cuda", "target.device", "cuda", manifest.target.device)
-    _require(torch.cuda.is_available(), "target.device", "cuda", "no NVIDIA GPU that torch can use")
-    major, minor = torch.cuda.get_device_capability()
-    capabilities = manifest.target.compute_capabilities
-    runs = _runs(manifest.backend, [int(name.removeprefix("sm")) for name in capabilities], 10 * major + minor)
-    _require(runs, "target.compute_capabilities", ", ".join(capabilities), f"sm{major}{minor}")
-    installed = importlib.util.find_spec(manifest.backend) is not None
-    expected = manifest.toolchain.get(manifest.backend, "a version the manifest does not state")
-    got = load_library(manifest.backend).__version__ if installed else "not installed"
-    _require(got == expected, f"toolchain.{manifest.backend}", expected, got)
+    found = compare(manifest, _this_device(manifest.backend))
+    if found.level is Level.UNSUPPORTED:
+        raise EngineIncompatible(
+            f"{found.field}: the engine needs {found.expected}, here is {found.got}; compile it again for this host",
+            details={"field": found.field, "expected": found.expected, "got": found.got},
+        )
 
 
 def load_library(backend: str) -> Any:
@@ -35,14 +31,10 @@ def load_library(backend: str) -> Any:
     return importlib.import_module(backend)
 
 
-def _runs(backend: str, targets: list[int], device: int) -> bool:
-    """RTX plans hold code that newer GPUs run too; plans of the datacentre library run on what they were timed on."""
-    return any(target <= device for target in targets) if backend == "tensorrt_rtx" else device in targets
-
-
-def _require(holds: bool, field: str, expected: str, got: str) -> None:
-    if not holds:
-        raise EngineIncompatible(
-            f"{field}: the engine needs {expected}, here is {got}; compile it again for this host",
-            details={"field": field, "expected": expected, "got": got},
-        )
+def _this_device(backend: str) -> Device:
+    if not torch.cuda.is_available():
+        return Device("a host without an NVIDIA GPU that torch can use", frozenset(), "", {})
+    major, minor = torch.cuda.get_device_capability()
+    installed = importlib.util.find_spec(backend) is not None
+    version = load_library(backend).__version__ if installed else "not installed"
+    return Device("cuda", frozenset(), f"sm{major}{minor}", {backend: version})

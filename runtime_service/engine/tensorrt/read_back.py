@@ -27,8 +27,8 @@ def check_plan(trt: Any, plan: Any, manifest: EngineManifest) -> None:
     _require("profiles", len(manifest.profiles.profiles), plan.num_optimization_profiles)
     for index, profile in enumerate(manifest.profiles.profiles):
         least, usual, largest = plan.get_tensor_profile_shape(INPUT_IDS, index)
-        got = tuple(Range(*sizes) for sizes in zip(least, usual, largest, strict=True))
-        _require(f"profiles.{profile.name}", (profile.batch, profile.query_len), got)
+        ranges = tuple(Range(*sizes) for sizes in zip(least, usual, largest, strict=True))
+        _require(f"profiles.{profile.name}", (profile.batch, profile.query_len), ranges)
 
 
 def _dtype(trt: Any, dtype: Any) -> str:
