@@ -13,9 +13,9 @@ from shared.config import ServiceSettings
 
 
 class CompilerSettings(ServiceSettings):
-    """Every cap has a default. An unknown or bad value is a pydantic ValidationError that names the variable."""
+    """Every cap has a default; a bad value is a pydantic ValidationError that names it."""
 
-    model_config = SettingsConfigDict(env_prefix="QUIRE_COMPILER_", frozen=True, extra="forbid", populate_by_name=True)
+    model_config = SettingsConfigDict(env_prefix="QUIRE_COMPILER_", frozen=True, populate_by_name=True)
 
     address: str = "127.0.0.1:50061"
     model_roots: Annotated[tuple[Path, ...], NoDecode] = Field(default_factory=lambda: (Path.home(), Path.cwd()), min_length=1)

@@ -58,6 +58,10 @@ def open_gguf(path: Path) -> GgufModel:
     """
     header = read_gguf_header(path)
     family = _family_of(header)
+    if (parts := header.metadata.get("split.count", 1)) != 1:
+        raise UnsupportedModel(
+            f"{path.name} is one of {str(parts)[:20]} parts of a model; join them with llama-gguf-split --merge first"
+        )
     names = {name: _canonical(family, name) for name in header.tensors}
     unknown = sorted(name for name, canonical in names.items() if canonical is None)
     if unknown:

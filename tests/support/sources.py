@@ -61,7 +61,7 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 def write_gguf(
-    path: Path, family: str = "llama", *, packing: gguf.GGMLQuantizationType | None = None, **metadata: Any
+    path: Path, family: str = "llama", *, packing: gguf.GGMLQuantizationType | None = None, parts: int = 1, **metadata: Any
 ) -> PreTrainedModel:
     """A GGUF file of `family`, its matrices packed as `packing` (None: float32); returns the model whose weights it holds.
 
@@ -74,6 +74,8 @@ def write_gguf(
     for key, value in (_metadata(config) | {name.replace("__", "."): value for name, value in metadata.items()}).items():
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
         add(f"{family}.{key}", value)
+    if parts > 1:
+        writer.add_uint16("split.count", parts)
     _add_tokenizer(writer)
     for name, values in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:

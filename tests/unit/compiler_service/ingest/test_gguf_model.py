@@ -122,6 +122,12 @@ def test_another_architecture(tmp_path):
         open_gguf(tmp_path / "m.gguf")
 
 
+def test_one_part_of_several(tmp_path):
+    write_gguf(tmp_path / "m.gguf", "llama", parts=3)
+    with pytest.raises(UnsupportedModel, match="one of 3 parts"):
+        open_gguf(tmp_path / "m.gguf")
+
+
 def test_tensors_of_another_kind(tmp_path):
     """A mixture of experts calls itself llama as well; so does a file with rotary factors the config cannot say."""
     write_gguf(tmp_path / "m.gguf", "llama")
