@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shared.kernels.attention import ops, reference
 from shared.kernels.attention.triton import launch
 from shared.kernels.attention.triton.plan import AttendPlan, plan_attend
+from tests.bench.machine import copy_bandwidth
 from tests.support.attention.cases import TOLERANCE, Case, bits, catalogue, make
 
 WORKERS = 8
@@ -163,13 +164,6 @@ def host_microseconds(call: Callable[[], object], calls: int = 20) -> float:
     spent = time.perf_counter() - begin
     torch.cuda.synchronize()
     return spent / calls * 1e6
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written a second by a copy of 2 GiB."""
-    source = torch.empty(2 << 30, dtype=torch.uint8, device=device).fill_(1)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / milliseconds(lambda: target.copy_(source)) * 1e3
 
 
 @dataclass(frozen=True)
