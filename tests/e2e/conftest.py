@@ -141,7 +141,7 @@ class LoadedEngine:
     oracle: Oracle
 
 
-def _component(quire: Quire, artifact: compiler_pb2.Artifact) -> Path:
+def component_of(artifact: compiler_pb2.Artifact) -> Path:
     """The model component's directory in the local store."""
     found = list((DATA / "artifacts").rglob(f"{artifact.model_id}/config.json"))
     assert len(found) == 1, f"one component {artifact.model_id} was expected, found {found}"
@@ -152,14 +152,14 @@ def _component(quire: Quire, artifact: compiler_pb2.Artifact) -> Path:
 def smollm2_paged(quire, smollm2_source) -> LoadedEngine:
     artifact = quire.artifact(quire.compile(smollm2_source, profiles=("decode=8x1", "prefill=1x128")).artifact_id)
     quire.load(artifact.artifact_id, "smollm2-paged", num_pages=512)
-    return LoadedEngine("smollm2-paged", artifact, Oracle(_component(quire, artifact)))
+    return LoadedEngine("smollm2-paged", artifact, Oracle(component_of(artifact)))
 
 
 @pytest.fixture(scope="session")
 def smollm2_linear(quire, smollm2_source) -> LoadedEngine:
     artifact = quire.artifact(quire.compile(smollm2_source, layout="linear", max_len=512).artifact_id)
     quire.load(artifact.artifact_id, "smollm2-linear", num_pages=10)
-    return LoadedEngine("smollm2-linear", artifact, Oracle(_component(quire, artifact)))
+    return LoadedEngine("smollm2-linear", artifact, Oracle(component_of(artifact)))
 
 
 @pytest.fixture(params=["smollm2_paged", "smollm2_linear"], ids=["paged", "linear"])

