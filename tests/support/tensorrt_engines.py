@@ -37,10 +37,11 @@ def lower(config: PreTrainedConfig, profiles: tuple[str, ...], max_len: int, dty
     return Lowered(exported, program, prove_decoder(exported, program))
 
 
-def build(lowered: Lowered, config: PreTrainedConfig, directory: Path) -> EngineManifest:
-    """Build into `directory`, with a manifest beside the plan."""
+def build(lowered: Lowered, config: PreTrainedConfig, directory: Path, progress: list[float] | None = None) -> EngineManifest:
+    """Build into `directory`, with a manifest beside the plan. Fractions done are appended to `progress`."""
+    done = [] if progress is None else progress
     lowered.report.require()
-    built = BACKEND.build(lowered.program, lowered.report, directory, lambda *_: None)
+    built = BACKEND.build(lowered.program, lowered.report, directory, lambda fraction, _: done.append(fraction))
     manifest = EngineManifest(
         schema_version=SCHEMA_VERSION,
         artifact_id="0" * 64,

@@ -9,6 +9,7 @@ import tensorrt as trt
 from torch_tensorrt.logging import TRT_LOGGER
 
 from shared.errors import BuildFailed
+from shared.tensorrt.precision import disable_tf32
 
 Extent = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
@@ -17,6 +18,7 @@ class Builder:
     """One network and the plan made of it."""
 
     def __init__(self) -> None:
+        disable_tf32()
         self._builder = trt.Builder(TRT_LOGGER)
         # Engines of the RTX flavour are strongly typed without asking.
         flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
@@ -27,7 +29,7 @@ class Builder:
     ) -> bytes:
         """The plan, with `profiles` in this order, for the compute capabilities `targets`. BuildFailed when TensorRT gives none."""
         config = self._builder.create_builder_config()
-        config.clear_flag(trt.BuilderFlag.TF32)  # float32 means float32: tokens are compared with eager's
+        config.clear_flag(trt.BuilderFlag.TF32)
         config.progress_monitor = _Monitor(progress)
         config.num_compute_capabilities = len(targets)
         for index, target in enumerate(targets):

@@ -11,6 +11,7 @@ import torch
 from shared.compatibility import Device, Level, compare
 from shared.errors import EngineIncompatible
 from shared.manifest import EngineManifest
+from shared.tensorrt.precision import disable_tf32
 
 BACKENDS = ("tensorrt_rtx", "tensorrt")
 """Backend names, which are the modules' names too."""
@@ -28,6 +29,7 @@ def check_host(manifest: EngineManifest) -> None:
 
 def load_library(backend: str) -> Any:
     """The module of either flavour; both have the same names in them."""
+    disable_tf32()
     return importlib.import_module(backend)
 
 

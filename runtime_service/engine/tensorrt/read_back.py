@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from shared.bindings import INPUT_IDS, Role
@@ -19,16 +20,22 @@ def check_plan(trt: Any, plan: Any, manifest: EngineManifest) -> None:
     _require("aliases", {alias.output: alias.input for alias in manifest.aliases}, aliases)
     for binding in manifest.bindings:
         is_output = binding.role is Role.OUTPUT or binding.name in aliases
-        shape = tuple(None if size < 0 else size for size in plan.get_tensor_shape(binding.name))
-        # The builder may know an output's size that the network did not, so only inputs state their shape.
-        expected = (is_output, binding.dtype, None if is_output else binding.shape)
-        got = (binding.name in outputs, _dtype(trt, plan.get_tensor_dtype(binding.name)), None if is_output else shape)
+        expected = (is_output, binding.dtype, binding.shape)
+        shape = _stated(binding.shape, plan.get_tensor_shape(binding.name))
+        got = (binding.name in outputs, _dtype(trt, plan.get_tensor_dtype(binding.name)), shape)
         _require(f"bindings.{binding.name}", expected, got)
     _require("profiles", len(manifest.profiles.profiles), plan.num_optimization_profiles)
     for index, profile in enumerate(manifest.profiles.profiles):
         least, usual, largest = plan.get_tensor_profile_shape(INPUT_IDS, index)
         ranges = tuple(Range(*sizes) for sizes in zip(least, usual, largest, strict=True))
         _require(f"profiles.{profile.name}", (profile.batch, profile.query_len), ranges)
+
+
+def _stated(expected: Sequence[int | None], got: Sequence[int]) -> tuple[int | None, ...]:
+    """`got` without the sizes `expected` leaves open: the builder fixes those that all profiles fix, and knows more of outputs."""
+    if len(expected) != len(got):
+        return tuple(got)
+    return tuple(None if wanted is None else size for wanted, size in zip(expected, got, strict=True))
 
 
 def _dtype(trt: Any, dtype: Any) -> str:

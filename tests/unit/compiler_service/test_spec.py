@@ -75,6 +75,26 @@ def test_a_bad_field_is_refused_by_name(field, value):
     assert refused.value.field == {"max_len": "profiles"}.get(field if value == 127 else "", field)
 
 
+TENSORRT = dataclasses.replace(
+    SPEC, backend="tensorrt_rtx", layout=Layout.LINEAR, page_size=SPEC.max_len, targets=("sm80", "sm120")
+)
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("targets", {"targets": ("cpu",)}),
+        ("targets", {"targets": ("sm80", "cpu")}),
+        ("layout", {"layout": Layout.PAGED, "page_size": 16}),
+        ("allow_copying", {"allow_copying": True}),
+    ],
+)
+def test_what_tensorrt_does_not_build_is_refused_by_name(field, changes):
+    with pytest.raises(FieldOutOfRange) as refused:
+        dataclasses.replace(TENSORRT, **changes)
+    assert refused.value.field == field
+
+
 def test_a_linear_page_is_the_whole_row():
     with pytest.raises(FieldOutOfRange, match="512 for the linear layout; got '16'"):
         dataclasses.replace(SPEC, layout=Layout.LINEAR)

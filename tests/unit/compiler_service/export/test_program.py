@@ -144,6 +144,20 @@ def test_one_sequence_and_one_token_are_a_valid_request() -> None:
     torch.testing.assert_close(rows.step([[5]])[0], last_logits(model, [5]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_all_inputs_share_one_batch_size(rows: int) -> None:
+    """With a size of its own for each cache, no write could be proven to cover its cache's rows."""
+    profiles = ProfileSet((parse_profile(f"decode={rows}x1"), parse_profile(f"prefill={rows}x8")))
+    config = tiny_config("llama")
+    spec = cache_spec(config, DType.FLOAT32, Layout.LINEAR, 16, 16)
+    for static_cache in (False, True):
+        program = export_decoder(config, spec, profiles, static_cache=static_cache)
+        placeholders = {node.name: node.meta["val"] for node in program.program.graph.find_nodes(op="placeholder")}
+        assert len({str(placeholders[name].shape[0]) for name in program.inputs}) == 1
+        lengths = {str(placeholders[program.placeholder(name)].shape[2]) for name in ("k_cache.0", "v_cache.1")}
+        assert (lengths == {"16"}) is static_cache
+
+
 def test_a_profile_longer_than_the_cache_is_refused() -> None:
     config = tiny_config("llama")
     profiles = ProfileSet((parse_profile("decode=1x1"), parse_profile("prefill=1x17")))

@@ -1,0 +1,74 @@
+"""What one process builds for the tests of the TensorRT backend: importing Torch-TensorRT takes ten seconds, so once is enough.
+
+python -m tests.support.tensorrt_builds DIRECTORY NAME...       a summary as JSON on the last line of stdout
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from compiler_service.backends.tensorrt.host import without_gpu
+from shared.errors import WriteNotProven
+from tests.gpu.prepare_tensorrt import gemma3_of_26_layers
+from tests.support.decoders import tiny_config
+from tests.support.tensorrt_engines import Lowered, build, lower
+
+PROFILES = ("decode=1x1", "prefill=1x16")
+MAX_LEN = 64
+
+
+def summary(config: PreTrainedConfig, directory: Path) -> dict[str, Any]:
+    lowered = lower(config, PROFILES, MAX_LEN)
+    answered = torch.cuda.get_device_capability.__module__
+    directory.mkdir()
+    progress: list[float] = []
+    manifest = build(lowered, config, directory, progress)
+    return {
+        "proven": len(lowered.report.proven_nodes),
+        "aliases": {alias.input: alias.output for alias in manifest.aliases},
+        "bindings": [asdict(binding) for binding in manifest.bindings],
+        "constants": manifest.constants,
+        "layers": count_layers(lowered),
+        "plan_bytes": (directory / "engine.plan").stat().st_size,
+        "progress": progress,
+        "capability_asked_of": answered,
+        "unproven": refusal_of_an_unproven_write(lowered),
+    }
+
+
+def count_layers(lowered: Lowered) -> dict[str, int]:
+    """How many layers of each type the network has."""
+    with without_gpu():
+        from compiler_service.backends.tensorrt.network import build_network
+        from compiler_service.backends.tensorrt.plan import Builder
+
+        builder = Builder()
+        build_network(builder.network, lowered.program, lowered.report)
+        network = builder.network
+        return dict(Counter(str(network.get_layer(i).type).rpartition(".")[2] for i in range(network.num_layers)))
+
+
+def refusal_of_an_unproven_write(lowered: Lowered) -> str:
+    """What building says when the proof of one write is taken away."""
+    first, *others = lowered.report.caches
+    doubted = replace(first, after=replace(first.after, verdict="unknown: a test"))
+    report = replace(lowered.report, caches=(doubted, *others))
+    try:
+        count_layers(replace(lowered, report=report))
+    except WriteNotProven as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    root = Path(sys.argv[1])
+    configs = {"llama": lambda: tiny_config("llama"), "gemma3": lambda: tiny_config("gemma3"), "gemma3_26": gemma3_of_26_layers}
+    print(json.dumps({name: summary(configs[name](), root / name) for name in sys.argv[2:]}))

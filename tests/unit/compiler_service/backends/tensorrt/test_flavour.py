@@ -1,0 +1,56 @@
+"""What this host can build is known before any work is done."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from compiler_service.backends.tensorrt import flavour
+from compiler_service.backends.tensorrt.build import check_aliases
+from compiler_service.backends.tensorrt.flavour import Flavour, require_buildable
+from shared.bindings import AliasedBinding
+from shared.errors import BackendUnavailable, BuildFailed, FieldOutOfRange
+
+
+@pytest.fixture
+def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flavour.importlib.util, "find_spec", lambda name: object())
+
+
+@pytest.mark.usefixtures("everything_installed")
+def test_the_datacentre_flavour_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendUnavailable, match="needs an NVIDIA GPU"):
+        require_buildable(Flavour.DATACENTRE, ("sm90",))
+    require_buildable(Flavour.RTX, ("sm80", "sm89", "sm120"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    require_buildable(Flavour.DATACENTRE, ("sm90",))
+    assert "torch_tensorrt" not in sys.modules, "looking must not import"
+
+
+@pytest.mark.parametrize("missing", ["torch_tensorrt", "tensorrt_rtx"])
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.setattr(flavour.importlib.util, "find_spec", lambda name: None if name == missing else object())
+    with pytest.raises(BackendUnavailable, match=f"package {missing};"):
+        require_buildable(Flavour.RTX, ("sm80",))
+
+
+@pytest.mark.usefixtures("everything_installed")
+def test_targets_are_those_of_the_flavour() -> None:
+    with pytest.raises(FieldOutOfRange, match="got sm90"):
+        require_buildable(Flavour.RTX, ("sm80", "sm90"))
+
+
+def alias(cache: str) -> AliasedBinding:
+    return AliasedBinding(cache, f"{cache}.updated")
+
+
+def test_a_cache_that_is_not_aliased_stops_the_build() -> None:
+    whole = [alias(f"{kind}_cache.{layer}") for kind in "kv" for layer in range(2)]
+    check_aliases(whole, 2)
+    with pytest.raises(BuildFailed, match=r"1 of 4 caches .* v_cache\.1"):
+        check_aliases(whole[:-1], 2)
+    with pytest.raises(BuildFailed, match="got 5"):
+        check_aliases([*whole, alias("k_cache.0")], 2)
