@@ -40,15 +40,20 @@ class Coord:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """An opaque integer: element `index` of the tensor `source`, or the size symbol `source` (then `symbol` is set)."""
+    """An opaque integer: element `index` of the tensor `source`, or the size symbol `source` (then `symbol` is set).
+
+    `given` says that the program's caller chooses it, freely: an input or a size.
+    """
 
     source: str
     index: tuple[Coord, ...] = ()
     symbol: bool = False
     nonnegative: bool = False
+    given: bool = False
 
     def __str__(self) -> str:
-        return self.source + (f"[{','.join(map(str, self.index))}]" if self.index else "")
+        shown = self.index and self.source != ROW
+        return self.source + (f"[{','.join(map(str, self.index))}]" if shown else "")
 
     def varies_along(self, axis: int) -> bool:
         return any(coord.axis == axis for coord in self.index)
@@ -66,8 +71,10 @@ class Linear:
         total: dict[Term, int] = {}
         for term, factor in terms:
             total[term] = total.get(term, 0) + factor
-        kept = ((term, factor) for term, factor in total.items() if factor)
-        return Linear(const, tuple(sorted(kept, key=lambda pair: (str(pair[0]), pair[0].symbol))))
+        kept = [(term, factor) for term, factor in total.items() if factor]
+        if len(kept) > 1:
+            kept.sort(key=lambda pair: (str(pair[0]), pair[0].symbol))
+        return Linear(const, tuple(kept))
 
     def __add__(self, other: Linear) -> Linear:
         return Linear.of(self.const + other.const, self.terms + other.terms)
@@ -81,6 +88,11 @@ class Linear:
     @property
     def is_constant(self) -> bool:
         return not self.terms
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the caller can give it any value: nothing in it was computed out of sight."""
+        return all(term.given for term, _ in self.terms)
 
     @property
     def is_nonnegative(self) -> bool:
@@ -103,20 +115,22 @@ class Linear:
 
 ZERO = Linear(0)
 ONE = Linear(1)
+ROW = "row"
+"""Source of the term that is the number of the row itself."""
 
 
 def constant(value: int) -> Linear:
     return Linear(value)
 
 
-def symbol(name: str, *, nonnegative: bool) -> Linear:
-    """A size symbol (or another scalar of the program that is not an element of a tensor)."""
-    return Linear(0, ((Term(name, symbol=True, nonnegative=nonnegative), 1),))
+def symbol(name: str, *, nonnegative: bool = False, given: bool = False) -> Linear:
+    """A size symbol, or another scalar of the program that is not an element of a tensor."""
+    return Linear(0, ((Term(name, symbol=True, nonnegative=nonnegative, given=given), 1),))
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """See the module's docstring. Axes of static size 1 are normal: step 0 and no coordinate, since 0 is all they can take."""
+    """See the module's docstring. Axes of static size 1 or 0 have step 0 and no coordinate: 0 is the only one there could be."""
 
     shape: tuple[Linear, ...]
     steps: tuple[int, ...]
@@ -134,9 +148,14 @@ class Grid:
         return tuple(axis for axis in range(self.rank) if self.varies_along(axis))
 
 
+def is_single(size: Linear) -> bool:
+    """Whether an axis has at most one coordinate, whatever the sizes of the program are."""
+    return size.is_constant and size.const <= 1
+
+
 def grid(shape: Sequence[Linear], steps: Sequence[int], base: Linear) -> Grid:
     """A Grid in normal form."""
-    single = [size == ONE for size in shape]
+    single = [is_single(size) for size in shape]
     if any(single):
         steps = [0 if one else step for one, step in zip(single, steps, strict=True)]
         base = base.with_coords(lambda c: Coord(None, c.offset) if c.axis is not None and single[c.axis] else c)
@@ -152,10 +171,10 @@ def iota(length: Linear, start: Linear, step: int) -> Grid:
     return grid([length], [step], start)
 
 
-def opaque(source: str, shape: Sequence[Linear]) -> Grid:
+def opaque(source: str, shape: Sequence[Linear], *, given: bool = False) -> Grid:
     """A tensor of which nothing is known but its shape and its name."""
     index = tuple(Coord(axis, ZERO) for axis in range(len(shape)))
-    return grid(shape, [0] * len(shape), Linear(0, ((Term(source, index), 1),)))
+    return grid(shape, [0] * len(shape), Linear(0, ((Term(source, index, given=given), 1),)))
 
 
 def fill(values: Sequence[int], shape: Sequence[int]) -> Grid | None:
@@ -268,6 +287,15 @@ def reshape(value: Grid, shape: Sequence[Linear]) -> Grid | None:
     return remap(value, shape, dict(zip(old, new, strict=True)))
 
 
+def per_row(value: Grid, row: int | None) -> Linear | None:
+    """A value that changes along axis `row` alone (None: along none), as a Linear whose terms have their row on axis 0."""
+    if any(axis != row for axis in value.varying_axes):
+        return None
+    base = value.base.with_coords(lambda c: Coord(0, c.offset) if c.axis is not None else c)
+    step = 0 if row is None else value.steps[row]
+    return base + Linear.of(0, [(Term(ROW, (Coord(0, ZERO),), given=True), step)])
+
+
 def cumsum(value: Grid, axis: int) -> Grid | None:
     """Running sum of a constant: `c, 2c, 3c, ..`."""
     if value.varying_axes or not value.base.is_constant:
@@ -280,7 +308,7 @@ def cumsum(value: Grid, axis: int) -> Grid | None:
 def concatenate(parts: Sequence[Grid], axis: int) -> Grid | None:
     """Parts end to end along `axis`, where each goes on exactly as the one before it stopped."""
     first, total = parts[0], parts[0].shape[axis]
-    step = next((part.steps[axis] for part in parts if part.shape[axis] != ONE), None)
+    step = next((part.steps[axis] for part in parts if not is_single(part.shape[axis])), None)
     if step is None:  # single cells: the distance between the first two is the step, if it is a number
         gap = parts[1].base - first.base if len(parts) > 1 else ZERO
         if not gap.is_constant:
@@ -288,7 +316,7 @@ def concatenate(parts: Sequence[Grid], axis: int) -> Grid | None:
         step = gap.const
     for part in parts:
         others_differ = _without(part.steps, axis) != _without(first.steps, axis)
-        wrong_step = part.shape[axis] != ONE and part.steps[axis] != step
+        wrong_step = not is_single(part.shape[axis]) and part.steps[axis] != step
         if others_differ or wrong_step or part.base.varies_along(axis):
             return None
         if part is not first:

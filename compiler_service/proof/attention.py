@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -34,10 +34,10 @@ class Attention:
     is_causal: bool = False
 
 
-def attentions_over(written: fx.Node) -> list[Attention]:
-    """Every attention that reads the written cache, straight or through views, repeats, casts and scaling."""
+def attentions_over(contents: Iterable[fx.Node]) -> list[Attention]:
+    """Every attention that reads a cache after its write (`contents` hold it), straight or through views, repeats and scaling."""
     found = []
-    for consumer, operand in _consumers(written):
+    for consumer, operand in _consumers(contents):
         name = str(consumer.target)
         arguments = bind(consumer)
         if name == rules.ATTEND:
@@ -54,9 +54,9 @@ def attentions_over(written: fx.Node) -> list[Attention]:
     return found
 
 
-def _consumers(written: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(reader, the operand it reads) for whoever reads `written` once layout and scaling are looked through."""
-    pending, seen = [written], {written}
+def _consumers(contents: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(reader, the operand it reads) for whoever reads `contents` once layout and scaling are looked through."""
+    pending, seen = list(contents), set(contents)
     while pending:
         value = pending.pop()
         for user in value.users:

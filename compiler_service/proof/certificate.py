@@ -10,10 +10,10 @@ from torch.export import ExportedProgram
 from compiler_service.proof.bounds import find_overrun
 from compiler_service.proof.consistency import Readers, find_inconsistency, find_readers
 from compiler_service.proof.evaluate import Values
-from compiler_service.proof.hazards import find_hazard, shared_storage
+from compiler_service.proof.hazards import find_hazard
 from compiler_service.proof.positions import find_wrong_positions
-from compiler_service.proof.program import CacheDecl, Program, read_program
-from compiler_service.proof.verdict import Proved, Refuted, Run, Verdict
+from compiler_service.proof.program import CacheDecl, Program, read_program, shared_memory
+from compiler_service.proof.verdict import Proved, Refuted, Run, Unknown, Verdict
 from compiler_service.proof.writes import Write, read_write
 from shared.errors import WriteNotProven
 from shared.manifest import WriteCertificate
@@ -161,9 +161,19 @@ def prove_program(
     `caches` maps the name a cache has outside (`k_cache.0`) to where it is in both programs. `profiles` are the shapes the
     engine will be asked for: none may be longer than a cache.
     """
+    if clashes := shared_memory(before, caches):
+        return ProofReport(tuple(_unread(name, caches[name].target, clashes) for name in caches))
     first = prove_writes(read_program(before, caches), profiles)
     second = prove_writes(read_program(after, caches), profiles)
     return ProofReport(tuple(CacheProof(first[name], second[name]) for name in caches))
+
+
+def _unread(name: str, target: str, clashes: Mapping[str, str]) -> CacheProof:
+    verdict: Verdict = Unknown("not read, since caches of this program share memory", target)
+    if name in clashes:
+        verdict = Refuted(f"{name} and {clashes[name]} are the same memory", target)
+    proof = WriteProof(name, target, "none", verdict, "", ())
+    return CacheProof(proof, proof)
 
 
 def prove_writes(program: Program, profiles: Sequence[OptimizationProfile] = ()) -> dict[str, WriteProof]:
@@ -171,13 +181,12 @@ def prove_writes(program: Program, profiles: Sequence[OptimizationProfile] = ())
     values = Values(program)
     writes = {name: read_write(values, name, cache) for name, cache in program.caches.items()}
     runs = {name: write.verdict.run for name, write in writes.items() if isinstance(write.verdict, Proved)}
-    clashes = shared_storage(program)
-    readers = find_readers(program)
+    readers = find_readers(writes)
     proofs = {}
     for name, write in writes.items():
         verdict = write.verdict
         if name in runs:
-            verdict = _objection(program, values, name, write, runs, readers, clashes, profiles) or verdict
+            verdict = _objection(program, values, name, write, runs, readers, profiles) or verdict
         proofs[name] = WriteProof(
             cache=name,
             node=write.node.name,
@@ -196,13 +205,10 @@ def _objection(
     write: Write,
     runs: Mapping[str, Run],
     readers: Readers,
-    clashes: Mapping[str, str],
     profiles: Sequence[OptimizationProfile],
 ) -> Verdict | None:
     cache = program.caches[name]
     assert write.update is not None
-    if name in clashes:
-        return Refuted(f"{name} and {clashes[name]} are views of the same memory", cache.old.name)
     return (
         find_hazard(program, name, cache, write)
         or find_overrun(program, values, cache, runs[name], write.node.name, profiles)

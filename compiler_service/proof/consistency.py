@@ -12,13 +12,14 @@ from enum import Enum, auto
 
 from torch import fx
 
-from compiler_service.proof import rules
-from compiler_service.proof.algebra import ONE, ZERO, Coord, Grid, Linear
+from compiler_service.proof import algebra, rules
+from compiler_service.proof.algebra import ONE, ZERO, Grid, Linear
 from compiler_service.proof.attention import Attention, attentions_over
 from compiler_service.proof.evaluate import Values, bind
 from compiler_service.proof.masks import visible_where
 from compiler_service.proof.program import Program
 from compiler_service.proof.verdict import Refuted, Run, Unknown
+from compiler_service.proof.writes import Write
 
 Objection = Refuted | Unknown
 
@@ -34,8 +35,8 @@ class Readers:
         return {name: mine for name, found in self.over.items() for mine in found if mine.node is attention.node}
 
 
-def find_readers(program: Program) -> Readers:
-    return Readers({name: attentions_over(cache.new) if cache.new else [] for name, cache in program.caches.items()})
+def find_readers(writes: Mapping[str, Write]) -> Readers:
+    return Readers({name: attentions_over(write.contents) for name, write in writes.items()})
 
 
 def find_inconsistency(program: Program, values: Values, runs: Mapping[str, Run], readers: Readers, name: str) -> Objection | None:
@@ -66,15 +67,17 @@ def _attention(program: Program, values: Values, readers: Readers, attention: At
 def _attend(values: Values, attend: fx.Node, run: Run) -> Objection | None:
     start = bind(attend)["start"]
     assert isinstance(start, fx.Node)
-    seen = _per_row(values.grid(start))
+    grid = values.grid(start)
+    seen = algebra.per_row(grid, 0 if grid.rank else None) if grid.rank <= 1 else None
     if seen is None:
         return Unknown(f"the start of {attend.name} is no start for each row", attend.name)
-    return _same_start(values, run, seen, attend)
+    return _same_start(run, seen, attend)
 
 
 def _masked(program: Program, values: Values, attention: Attention, run: Run) -> Objection | None:
     node = attention.node
-    cells = values.shape(program.caches[run.cache].old)[run.axis]
+    cache = values.shape(program.caches[run.cache].old)
+    cells = cache[run.axis]
     if attention.is_causal:
         return Refuted(f"{node.name} counts its causal mask from cell 0, {run.cache} is written from {run.start} on", node.name)
     if not attention.masks:
@@ -84,7 +87,7 @@ def _masked(program: Program, values: Values, attention: Attention, run: Run) ->
         names = ", ".join(mask.node.name for mask in attention.masks)
         return Unknown(f"the mask {names} is no comparison of cells with start + query", node.name)
     conditions = sorted((bound for bounds in readable for bound in bounds), key=lambda bound: bound.steps[-1:])
-    kinds = [_read_bound(values, bound, run, cells, node) for bound in conditions]
+    kinds = [_read_bound(bound, run, cache, node) for bound in conditions]
     objections = [kind for kind in kinds if not isinstance(kind, _Kind)]
     if objections:
         return objections[0]
@@ -100,21 +103,22 @@ class _Kind(Enum):
     NARROWER = auto()
 
 
-def _read_bound(values: Values, bound: Grid, run: Run, cells: Linear, node: fx.Node) -> _Kind | Objection:
+def _read_bound(bound: Grid, run: Run, cache: Sequence[Linear], node: fx.Node) -> _Kind | Objection:
     """What `bound >= 0` says about the cells a query sees; an objection where it follows another start than the write."""
+    cells = cache[run.axis]
     if bound.rank < 2 or bound.shape[-1] not in (ONE, cells) or bound.shape[-2] not in (ONE, run.length):
         return Unknown(f"the mask of {node.name} is not [.., queries, cells]", node.name)
     cell, query = bound.rank - 1, bound.rank - 2
-    if any(axis not in (0, query, cell) or bound.base.varies_along(cell) for axis in bound.varying_axes):
-        return Unknown(f"the mask of {node.name} differs between heads, or cell by cell", node.name)
+    base = algebra.per_row(algebra.select(algebra.select(bound, cell, ZERO), query, ZERO), 0 if bound.rank == len(cache) else None)
+    if base is None or bound.base.varies_along(cell) or bound.base.varies_along(query):
+        return Unknown(f"the mask of {node.name} differs between heads, or is no straight line over queries and cells", node.name)
     slope = (bound.steps[query] if run.length != ONE else -bound.steps[cell], bound.steps[cell])
-    base = bound.base.with_coords(lambda c: Coord(0, c.offset) if c.axis is not None else c)
     if slope == (1, -1):  # cell <= base + query
-        return _same_start(values, run, base, node) or _Kind.FRONTIER
+        return _same_start(run, base, node) or _Kind.FRONTIER
     if slope == (-1, 1):  # cell >= query - base
         window = base + run.start
         if not window.is_constant:
-            return _differs(values, run, window, f"the window of {node.name} follows {base.scaled(-1)}", node)
+            return _differs(run, window, f"the window of {node.name} follows {base.scaled(-1)}", node)
         hides_itself = Refuted(f"the window of {node.name} hides a query's own cell", node.name)
         return _Kind.NARROWER if window.const >= 0 else hides_itself
     if slope == (0, -1) and ((base - cells + ONE).is_nonnegative or base == run.start + run.length - ONE):
@@ -124,16 +128,15 @@ def _read_bound(values: Values, bound: Grid, run: Run, cells: Linear, node: fx.N
     return Unknown(f"the mask of {node.name} holds a condition that is neither causal nor a window", node.name)
 
 
-def _same_start(values: Values, run: Run, seen: Linear, node: fx.Node) -> Objection | None:
+def _same_start(run: Run, seen: Linear, node: fx.Node) -> Objection | None:
     difference = run.start - seen
-    return None if difference == ZERO else _differs(values, run, difference, f"{node.name} masks from {seen} on", node)
+    return None if difference == ZERO else _differs(run, difference, f"{node.name} masks from {seen} on", node)
 
 
-def _differs(values: Values, run: Run, difference: Linear, what: str, node: fx.Node) -> Objection:
+def _differs(run: Run, difference: Linear, what: str, node: fx.Node) -> Objection:
     """Refuted where inputs can pull the two starts apart, Unknown where they may be the same value by other means."""
     told = f"{run.cache} is written from {run.start} on, {what}"
-    free = all(term.symbol or values.is_input(term.source) for term, _ in difference.terms)
-    return Refuted(told, node.name) if free else Unknown(f"{told}, which may be another cell", node.name)
+    return Refuted(told, node.name) if difference.is_given else Unknown(f"{told}, which may be another cell", node.name)
 
 
 def _partners(program: Program, readers: Readers, runs: Mapping[str, Run], name: str, attention: Attention) -> Objection | None:
@@ -145,10 +148,3 @@ def _partners(program: Program, readers: Readers, runs: Mapping[str, Run], name:
         if other in runs and runs[other].start != runs[name].start:
             return Refuted(f"{name} is written from {runs[name].start} on, {other} from {runs[other].start} on", node.name)
     return None
-
-
-def _per_row(start: Grid) -> Linear | None:
-    """A start of shape `[]`, `[1]` or `[B]` as a Linear with its row on axis 0; None for another shape."""
-    if start.rank > 1 or any(start.steps):
-        return None
-    return start.base

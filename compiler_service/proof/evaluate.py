@@ -30,9 +30,9 @@ class Values:
         self._program = program
         self._grids: dict[fx.Node, Grid] = {}
         self._symbols: dict[sympy.Symbol, Linear] = {}
+        self._expressions: dict[sympy.Expr, Linear] = {}
         self._reasons: dict[str, str] = {}
         self._tables: dict[str, tuple[int, ...]] = {}
-        self._inputs = {node.name for node in program.graph.find_nodes(op="placeholder")} - set(program.constants)
         for node in program.graph.nodes:
             self._visit(node)
 
@@ -57,10 +57,6 @@ class Values:
         """Whether a node is a tensor or scalar of integers the algebra computes with."""
         return node in self._grids
 
-    def is_input(self, source: str) -> bool:
-        """Whether an opaque term is an input of the program, free to take any value."""
-        return source in self._inputs
-
     def reason(self, source: str) -> str:
         return self._reasons.get(source, f"{source} is an input")
 
@@ -84,6 +80,12 @@ class Values:
         return self.linear(value) if isinstance(value, int | torch.SymInt) else None
 
     def _of_expression(self, expression: sympy.Expr) -> Linear:
+        found = self._expressions.get(expression)
+        if found is None:
+            found = self._expressions[expression] = self._read_expression(expression)
+        return found
+
+    def _read_expression(self, expression: sympy.Expr) -> Linear:
         total = algebra.ZERO
         for part in sympy.Add.make_args(sympy.sympify(expression)):
             factor, rest = part.as_coeff_Mul()
@@ -94,7 +96,8 @@ class Values:
             elif rest in self._symbols:
                 total = total + self._symbols[rest].scaled(int(factor))
             else:
-                term = algebra.symbol(str(rest), nonnegative=bool(rest.is_nonnegative))
+                sized = bool(rest.is_nonnegative)
+                term = algebra.symbol(str(rest), nonnegative=sized, given=sized)
                 total = total + term.scaled(int(factor))
         return total
 
@@ -115,6 +118,7 @@ class Values:
             read = None
         if read is not None:
             self._symbols[value.node.expr] = read.base
+            self._expressions.clear()
         return algebra.uniform(self.linear(value))
 
     def _tensor(self, node: fx.Node) -> Grid:
@@ -148,7 +152,8 @@ class Values:
 
     def _opaque(self, node: fx.Node, reason: str) -> Grid:
         self._reasons[node.name] = f"{node.name} {reason}"
-        return algebra.opaque(node.name, self.shape(node) if isinstance(node.meta.get("val"), Tensor) else ())
+        shape = self.shape(node) if isinstance(node.meta.get("val"), Tensor) else ()
+        return algebra.opaque(node.name, shape, given=node.op == "placeholder" and node.name not in self._program.constants)
 
 
 class _Call:

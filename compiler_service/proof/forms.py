@@ -76,7 +76,7 @@ def _slice_scatter(values: Values, frame: Frame, arguments: Arguments) -> Cells:
         raise NotARun(Unknown("the update is broadcast", update.name))
     start, _ = slice_bounds(values, arguments, frame.sizes[axis])
     step = _scalar(values, arguments["step"], frame.node)
-    if step != ONE and shape[axis] != ONE:
+    if step != ONE and not algebra.is_single(shape[axis]):
         raise NotARun(Refuted(f"the first two cells are {start} and {start + step}: step {step}", frame.node.name))
     return Cells(axis, start, shape[axis], update, tuple(range(frame.rank)))
 

@@ -1,8 +1,7 @@
 """What a write in place would change besides the cells it writes.
 
 A functional graph has the old and the new content side by side; memory has one. So nobody but the write may read the old
-content (on a GPU such a reader got the new one, silently), one write a cache is all there can be, and two caches must not be
-the same memory.
+content (on a GPU such a reader got the new one, silently), and somebody must read the new one.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from compiler_service.proof import rules
 from compiler_service.proof.evaluate import bind
 from compiler_service.proof.program import CacheNodes, Program
 from compiler_service.proof.verdict import Refuted
-from compiler_service.proof.writes import Write
+from compiler_service.proof.writes import Write, destination_of
 
-_VIEWS = rules.ALIASES | rules.AXIS_MOVES | rules.SLICES
+_VIEWS = rules.WHOLE_VIEWS | rules.SLICES
 
 
 def old_readers(cache: CacheNodes, write: Write) -> Iterator[fx.Node]:
@@ -26,53 +25,40 @@ def old_readers(cache: CacheNodes, write: Write) -> Iterator[fx.Node]:
     while pending:
         view = pending.pop()
         for user in view.users:
-            if user in seen or user in write.path:
-                continue
-            if user.op == "output":
-                if _returned(user, view):
-                    yield user
+            if user.op == "output" and _returned(user, view):
+                yield user
+            if user in seen or user.op == "output" or _ignores_content(user, view, write):
                 continue
             seen.add(user)
-            name = str(user.target)
-            if name in rules.METADATA or (name == rules.COPY and bind(user)["src"] is not view):
-                continue
-            if name in _VIEWS:
+            if str(user.target) in _VIEWS:
                 pending.append(user)
             else:
                 yield user
 
 
-def new_readers(cache: CacheNodes) -> list[fx.Node]:
-    """Nodes that read the content after the write: users of the new value other than the write-back itself."""
-    if cache.new is None:
-        return []
-    return [user for user in cache.new.users if user.op != "output"]
+def _ignores_content(user: fx.Node, view: fx.Node, write: Write) -> bool:
+    """Whether `user` takes `view` only to look at its shape, or to write there."""
+    if str(user.target) in rules.METADATA:
+        return True
+    if user not in write.path and str(user.target) != rules.COPY:
+        return False
+    operands = [item for value in bind(user).values() for item in (value if isinstance(value, list | tuple) else (value,))]
+    return destination_of(user) is view and sum(operand is view for operand in operands) == 1
+
+
+def new_readers(write: Write) -> list[fx.Node]:
+    """Nodes that read the content after the write."""
+    return [user for content in write.contents for user in content.users if user.op != "output" and user not in write.contents]
 
 
 def find_hazard(program: Program, name: str, cache: CacheNodes, write: Write) -> Refuted | None:
     """The first reason why `name` must not be written in place, or None."""
     for reader in old_readers(cache, write):
-        return Refuted(
-            f"{reader.name} reads {name} as it was before the write; in place it would read the new content", reader.name
-        )
-    if cache.new is not None and not new_readers(cache) and cache.new not in program.outputs:
+        told = f"{reader.name} reads {name} as it was before the write; in place it would read the new content"
+        return Refuted(told, reader.name)
+    if not new_readers(write) and not write.contents.intersection(program.outputs):
         return Refuted(f"nothing reads {name} after the write: its attention uses something else", write.node.name)
     return None
-
-
-def shared_storage(program: Program) -> dict[str, str]:
-    """For each cache whose memory another cache shares, that cache's name."""
-    first: dict[int, str] = {}
-    clash: dict[str, str] = {}
-    for name, cache in program.caches.items():
-        key = program.memory.get(cache.old.name)
-        if key is None:
-            continue
-        if key in first:
-            clash[name] = first[key]
-            clash[first[key]] = name
-        first.setdefault(key, name)
-    return clash
 
 
 def _returned(output: fx.Node, node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from torch import Tensor, fx
 
 from compiler_service.proof import algebra
-from compiler_service.proof.algebra import ONE, ZERO, Coord, Grid, Linear
+from compiler_service.proof.algebra import ONE, ZERO, Grid, Linear
 from compiler_service.proof.evaluate import INDEX_DTYPES, Values, preview
 from compiler_service.proof.verdict import Refuted, Unknown
 
@@ -58,15 +58,19 @@ def run_start(values: Values, index: Grid, axis: int | None, node: fx.Node, *, r
                 raise NotARun(Refuted(f"the constant {opaque[0].source} holds {preview(table)}: not ascending by one", node.name))
             raise NotARun(Unknown("; ".join(sorted({values.reason(term.source) for term in opaque})), node.name))
         step = index.steps[axis]
-        if step != 1 and index.shape[axis] != ONE:
+        if step != 1 and not algebra.is_single(index.shape[axis]):
             second = index.base + algebra.constant(step)
             raise NotARun(Refuted(f"the first two cells are {index.base} and {second}: step {step}", node.name))
-    for other in index.varying_axes:
-        if other not in (axis, row):
-            raise NotARun(Unknown(f"the start is not the same along axis {other} of the index", node.name))
-        if other == row and index.steps[other]:
-            raise NotARun(Unknown(f"the start grows by {index.steps[other]} from row to row", node.name))
-    return index.base.with_coords(lambda c: Coord(0, c.offset) if c.axis is not None else c)
+    start = algebra.per_row(index if axis is None else algebra.select(index, axis, ZERO), _row_without(axis, row))
+    if start is None:
+        others = [other for other in index.varying_axes if other not in (axis, row)]
+        raise NotARun(Unknown(f"the start is not the same along axis {others[0]} of the index", node.name))
+    return start
+
+
+def _row_without(axis: int | None, row: int | None) -> int | None:
+    """Number of the row axis once `axis` is gone."""
+    return row - 1 if row is not None and axis is not None and axis < row else row
 
 
 def covered_axis(index: Grid, size: Linear, axis: int, node: fx.Node, taken: Collection[int | None]) -> int | None:

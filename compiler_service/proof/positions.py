@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from compiler_service.proof import rules
-from compiler_service.proof.algebra import ONE, Coord, Grid, Term
+from compiler_service.proof.algebra import ONE, Coord, Grid
 from compiler_service.proof.evaluate import Values
 from compiler_service.proof.program import Program
 from compiler_service.proof.verdict import Refuted, Run, Unknown
@@ -37,8 +37,7 @@ def _against_declared(values: Values, grid: Grid, source: fx.Node) -> Refuted | 
     if not any(grid.steps) and grid.base.const == 0 and len(terms) == 1 and terms[0][1] == 1 and terms[0][0].source == POSITION_IDS:
         return None
     told = f"rows are rotated by {_shown(grid)} (node {source.name}), not by the input {POSITION_IDS}"
-    known = all(term.symbol or values.is_input(term.source) for term, _ in terms)
-    return Refuted(told, source.name) if known else Unknown(told, source.name)
+    return Refuted(told, source.name) if grid.base.is_given else Unknown(told, source.name)
 
 
 def _against_run(values: Values, grid: Grid, source: fx.Node, run: Run) -> Refuted | Unknown | None:
@@ -48,12 +47,7 @@ def _against_run(values: Values, grid: Grid, source: fx.Node, run: Run) -> Refut
     if counted and base == run.start:
         return None
     told = f"rows are rotated by {_shown(grid)} (node {source.name}), {run.cache} is written from {run.start} on"
-    known = all(_free(values, term) for term, _ in (base - run.start).terms)
-    return Refuted(told, source.name) if counted and known else Unknown(told, source.name)
-
-
-def _free(values: Values, term: Term) -> bool:
-    return term.symbol or values.is_input(term.source)
+    return Refuted(told, source.name) if counted and (base - run.start).is_given else Unknown(told, source.name)
 
 
 def _shown(grid: Grid) -> str:

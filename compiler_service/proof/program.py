@@ -45,14 +45,13 @@ class CacheNodes:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """`outputs` are the user's. By the name of a placeholder or get_attr node: `constants` are the tensors whose values are
-    fixed, `memory` tells which buffers are the same memory. `sizes` bounds the size symbols."""
+    """`outputs` are the user's. `constants` are the tensors whose values are fixed, by placeholder or get_attr node name.
+    `sizes` bounds the size symbols."""
 
     graph: fx.Graph
     caches: Mapping[str, CacheNodes]
     outputs: tuple[fx.Node, ...]
     constants: Mapping[str, Tensor]
-    memory: Mapping[str, int]
     sizes: Mapping[sympy.Symbol, ValueRanges[sympy.Expr]]
 
 
@@ -93,18 +92,27 @@ def read_program(exported: ExportedProgram, caches: Mapping[str, CacheDecl]) -> 
         caches=sites,
         outputs=tuple(outputs),
         constants=_constants(exported, written=set(new)),
-        memory=_memory(exported),
         sizes=exported.range_constraints,
     )
 
 
-def _memory(exported: ExportedProgram) -> dict[str, int]:
-    found = {}
+def shared_memory(exported: ExportedProgram, caches: Mapping[str, CacheDecl]) -> dict[str, str]:
+    """For each cache that is the same memory as another buffer or constant of the program, the name of that other one.
+
+    torch cannot make such a program functional, so this is asked first.
+    """
+    name_of = {decl.target: name for name, decl in caches.items()}
+    by_storage: dict[int, list[str]] = {}
     for spec in exported.graph_signature.input_specs:
         tensor = _stored(exported, spec)
         if tensor is not None and tensor.numel():
-            found[spec.arg.name] = tensor.untyped_storage()._cdata
-    return found
+            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(str(spec.target))
+    return {
+        name_of[target]: name_of.get(other, other)
+        for targets in by_storage.values()
+        for target, other in zip(targets, targets[1:] + targets[:1], strict=True)
+        if target in name_of and target != other
+    }
 
 
 def _stored(exported: ExportedProgram, spec: InputSpec) -> Tensor | None:

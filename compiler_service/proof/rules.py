@@ -143,7 +143,7 @@ def _slice(op: Operands) -> Grid | None:
     step = op.integer("step")
     offset = slice_start(start, value.shape[axis])
     if offset is None:  # one unknown but single offset for the whole slice
-        offset = Linear(0, ((algebra.Term(f"{op.source}.start", symbol=True), 1),))
+        offset = algebra.symbol(f"{op.source}.start")
     return algebra.take(value, axis, offset, step, op.shape[axis])
 
 
@@ -186,12 +186,6 @@ def _cat(op: Operands) -> Grid | None:
     parts = op.grids("tensors")
     axis = op.integer("dim") % max(parts[0].rank, 1)
     return algebra.concatenate(parts, axis) if parts[0].rank else None
-
-
-def _stack(op: Operands) -> Grid | None:
-    parts = op.grids("tensors")
-    axis = op.integer("dim") % (parts[0].rank + 1)
-    return algebra.concatenate([algebra.insert_axis(part, axis) for part in parts], axis)
 
 
 def _where(op: Operands) -> Grid | None:
@@ -243,7 +237,6 @@ TABLE: Mapping[str, Rule] = {
     **dict.fromkeys(_aten("flip"), _flip),
     **dict.fromkeys(_aten("cumsum"), _cumsum),
     **dict.fromkeys(_aten("cat"), _cat),
-    **dict.fromkeys(_aten("stack"), _stack),
     **dict.fromkeys(_aten("where.self"), _where),
     **dict.fromkeys(_aten("item _local_scalar_dense"), _item),
 }
@@ -265,11 +258,14 @@ ALIASES = frozenset(_aten("alias detach lift_fresh"))
 """Another name for the same tensor."""
 AXIS_MOVES = frozenset(_aten("permute transpose.int swapaxes swapdims t"))
 """The same memory with its axes in another order."""
+WHOLE_VIEWS = ALIASES | AXIS_MOVES
 SLICES = frozenset(_aten("slice.Tensor select.int"))
 """A part of the same memory."""
 RESHAPES = frozenset(_aten("view reshape unsqueeze squeeze squeeze.dim squeeze.dims expand"))
 """The same memory under another shape."""
-COPIES = frozenset(_aten("clone contiguous _to_copy to.dtype to.dtype_layout _reshape_copy view.dtype"))
+CLONES = frozenset(_aten("clone contiguous"))
+"""The same values in other memory."""
+COPIES = CLONES | frozenset(_aten("_to_copy to.dtype to.dtype_layout _reshape_copy view.dtype"))
 """Other memory, or the same memory under another type."""
 METADATA = frozenset(
     _aten(

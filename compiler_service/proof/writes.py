@@ -25,8 +25,8 @@ class Write:
     """How one cache is written.
 
     `node` makes the new content, as the form `form`, from the rows of `update`: the update's axis `update_axes[a]` runs along
-    the cache's axis `a` (None: the update has no such axis, one cell is written). `path` holds the nodes that may read views
-    of the old content because they are the write.
+    the cache's axis `a` (None: the update has no such axis, one cell is written). `path` holds the nodes whose destination
+    may be a view of the old content because they are the write; `contents` those that hold the new one.
     """
 
     node: fx.Node
@@ -35,6 +35,7 @@ class Write:
     update: fx.Node | None = None
     update_axes: tuple[int | None, ...] = ()
     path: frozenset[fx.Node] = frozenset()
+    contents: frozenset[fx.Node] = frozenset()
 
 
 def read_write(values: Values, name: str, cache: CacheNodes) -> Write:
@@ -55,6 +56,7 @@ class _Reader:
         self._cache = cache
         self._shape = values.shape(cache.old)
         self._path: set[fx.Node] = set()
+        self._contents: set[fx.Node] = set()
         self.node = cache.new or cache.old
         self.form = "none"
 
@@ -62,30 +64,50 @@ class _Reader:
         moved, outer = self._under_axis_moves(new)
         node = self.node = self._under_wrappers(moved)
         if _op(node) not in rules.WRITES:
-            raise NotARun(Unknown(f"the new content of {self._name} is made by {_op(node)}, which is no cache write", node.name))
+            return self._overwritten(new)
         self.form = rules.WRITES[_op(node)]
-        axes = self._axes_of(_destination(node))
+        axes = self._axes_of(destination_of(node))
         if tuple(axes[axis] for axis in outer) != tuple(range(len(axes))):
             raise NotARun(Unknown(f"the new content of {self._name} has its axes in another order than the cache", new.name))
         self._path.add(node)
-        decl = self._cache.decl
-        frame = Frame(
-            node=node,
-            sizes=tuple(self._shape[axis] for axis in axes),
-            axes=axes,
-            row=axes.index(decl.row_axis),
-            seq=axes.index(decl.seq_axis),
-        )
+        self._contents |= {node, new}
+        frame = self._frame(node, axes)
         cells = FORMS[self.form](self._values, frame, bind(node))
         if cells.axis != frame.seq:
-            wrote = axes[cells.axis]
-            raise NotARun(
-                Refuted(f"it writes along axis {wrote}, the cells of {self._name} lie along axis {decl.seq_axis}", node.name)
-            )
+            wrote, wanted = axes[cells.axis], self._cache.decl.seq_axis
+            raise NotARun(Refuted(f"it writes along axis {wrote}, the cells of {self._name} lie along axis {wanted}", node.name))
+        return self._checked(frame, cells)
+
+    def _overwritten(self, new: fx.Node) -> Write:
+        """The write of all cells with a value that was not made from the cache."""
+        if any(self._leads_to_cache(operand) for operand in (self.node, *self.node.all_input_nodes)):
+            told = f"the new content of {self._name} is made by {_op(self.node)}, which is no cache write"
+            raise NotARun(Unknown(told, self.node.name))
+        self.node, self.form = new, "copy"
+        self._path.clear()
+        self._contents = {new}
+        frame = self._frame(new, tuple(range(len(self._shape))))
+        return self._checked(frame, Cells(frame.seq, ZERO, self._shape[frame.seq], new, tuple(range(frame.rank))))
+
+    def _frame(self, node: fx.Node, axes: tuple[int, ...]) -> Frame:
+        decl = self._cache.decl
+        sizes = tuple(self._shape[axis] for axis in axes)
+        return Frame(node=node, sizes=sizes, axes=axes, row=axes.index(decl.row_axis), seq=axes.index(decl.seq_axis))
+
+    def _checked(self, frame: Frame, cells: Cells) -> Write:
+        """The write in the cache's own axes."""
         self._compare_with_update(frame, cells)
+        decl = self._cache.decl
         run = Run(self._name, decl.seq_axis, cells.start, cells.length, self._shape[decl.row_axis])
-        update_axes = tuple(cells.update_axes[axes.index(axis)] for axis in range(frame.rank))
-        return Write(node, self.form, Proved(run), cells.update, update_axes, frozenset(self._path))
+        return Write(
+            node=frame.node,
+            form=self.form,
+            verdict=Proved(run),
+            update=cells.update,
+            update_axes=tuple(cells.update_axes[frame.axes.index(axis)] for axis in range(frame.rank)),
+            path=frozenset(self._path),
+            contents=frozenset(self._contents),
+        )
 
     def _compare_with_update(self, frame: Frame, cells: Cells) -> None:
         """Update and cache have one dtype, the same sizes, fixed but for the rows, and the update exactly the run's length."""
@@ -110,11 +132,11 @@ class _Reader:
             raise NotARun(Refuted(f"{self._name} holds {held}, the update is {given}", update.name))
 
     def _under_axis_moves(self, node: fx.Node) -> tuple[fx.Node, tuple[int, ...]]:
-        """The node under moved axes, and for each axis of the outer value the axis of that node."""
+        """The node under moved axes (and copies of the outcome), and for each axis of the outer value the axis of that node."""
         order = tuple(range(len(self._shape)))
-        while _op(node) in rules.ALIASES | rules.AXIS_MOVES:
+        while _op(node) in rules.WHOLE_VIEWS | rules.CLONES:
             order = _through(node, order)
-            self._path.add(node)
+            self._contents.add(node)
             node = node_of(bind(node)["self"])
         return node, order
 
@@ -122,11 +144,12 @@ class _Reader:
         """The write inside a write-back of the whole cache, or inside slices over whole axes."""
         while _op(node) == rules.COPY or (rules.WRITES.get(_op(node)) == "slice_scatter" and self._spans_axis(node)):
             inner = node_of(bind(node)["src"])
-            if _op(inner) not in rules.WRITES or not self._leads_to_cache(_destination(inner)):
+            if _op(inner) not in rules.WRITES or not self._leads_to_cache(destination_of(inner)):
                 return node
             self._same_dtype(inner)
-            self._axes_of(_destination(node))
+            self._axes_of(destination_of(node))
             self._path.add(node)
+            self._contents.add(node)
             node = inner
         return node
 
@@ -135,11 +158,10 @@ class _Reader:
         order = tuple(range(len(self._shape)))
         node = destination
         while node is not self._cache.old:
-            whole = _op(node) in rules.ALIASES | rules.AXIS_MOVES or (_op(node) == rules.SLICE and self._spans_axis(node))
+            whole = _op(node) in rules.WHOLE_VIEWS or (_op(node) == rules.SLICE and self._spans_axis(node))
             if not whole:
                 raise NotARun(self._wrong_destination(node, destination))
             order = _through(node, order)
-            self._path.add(node)
             node = node_of(bind(node)["self"])
         return order
 
@@ -154,8 +176,8 @@ class _Reader:
         """Whether `node` is the cache, part of it, a copy of it, or the outcome of an earlier write to one of these."""
         while node is not self._cache.old:
             if _op(node) in rules.WRITES:
-                node = _destination(node)
-            elif _op(node) in rules.ALIASES | rules.AXIS_MOVES | rules.SLICES | rules.RESHAPES | rules.COPIES:
+                node = destination_of(node)
+            elif _op(node) in rules.WHOLE_VIEWS | rules.SLICES | rules.RESHAPES | rules.COPIES:
                 node = node_of(bind(node)["self"])
             else:
                 return False
@@ -173,7 +195,8 @@ def _op(node: fx.Node) -> str:
     return str(node.target) if node.op == "call_function" else node.op
 
 
-def _destination(write: fx.Node) -> fx.Node:
+def destination_of(write: fx.Node) -> fx.Node:
+    """What a write operator writes to."""
     return node_of(bind(write)["other" if rules.WRITES[_op(write)] == "where" else "self"])
 
 

@@ -1,0 +1,220 @@
+"""The second proof: what a query may see starts where the write starts, and rows are rotated by the right positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, export
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from compiler_service.proof.certificate import ProofReport, prove_program
+from compiler_service.proof.program import CacheDecl
+from shared.kernels.attention.ops import load_ops
+
+BATCH, HEADS, LENGTH, HEAD_DIM, GROUP = 2, 2, 24, 4, 2
+
+Attend = Callable[[Tensor, Tensor, Tensor, "Start"], Tensor]
+
+
+class Start:
+    """Where the new rows go, as scalars and as a start for each row."""
+
+    def __init__(self, p: Tensor, p_rows: Tensor, other: Tensor, padding: Tensor, n: int) -> None:
+        self.p, self.p_rows, self.other, self.padding, self.n = p, p_rows, other, padding, n
+
+    @property
+    def queries(self) -> Tensor:
+        return torch.arange(self.n)[:, None]
+
+    @property
+    def cells(self) -> Tensor:
+        return torch.arange(LENGTH)
+
+
+def attend(start: Callable[[Start], Tensor]) -> Attend:
+    return lambda q, k, v, s: torch.ops.quire.attend(q, k, v, start(s), 1.0, None, None, None)
+
+
+def masked(mask: Callable[[Start], Tensor | None], **kwargs: bool) -> Attend:
+    """SDPA over repeated heads, as transformers calls it."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, s: Start) -> Tensor:
+        return sdpa(q, _repeated(k), _repeated(v), attn_mask=mask(s), **kwargs)
+
+    return attention
+
+
+def composed(weigh: Callable[[Tensor, Start], Tensor]) -> Attend:
+    """Attention spelled out: `weigh` turns scores into what the softmax gets."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, s: Start) -> Tensor:
+        scores = q @ _repeated(k).transpose(2, 3) / math.sqrt(HEAD_DIM)
+        return torch.softmax(weigh(scores, s), -1) @ _repeated(v)
+
+    return attention
+
+
+def _repeated(rows: Tensor) -> Tensor:
+    return rows[:, :, None].expand(-1, -1, GROUP, -1, -1).reshape(BATCH, HEADS * GROUP, LENGTH, HEAD_DIM)
+
+
+def causal(s: Start) -> Tensor:
+    return s.cells <= s.queries + s.p
+
+
+def windowed(s: Start) -> Tensor:
+    return causal(s) & (s.cells > s.queries + s.p - 8)
+
+
+def additive(s: Start) -> Tensor:
+    return torch.where(causal(s), 0.0, torch.finfo(torch.float32).min)
+
+
+FOLLOWS: dict[str, Attend] = {
+    "attend": attend(lambda s: s.p.expand(BATCH).int()),
+    "bool_mask": masked(causal),
+    "mask_of_four_axes": masked(lambda s: causal(s)[None, None].expand(BATCH, 1, -1, -1)),
+    "turned_around": masked(lambda s: s.queries + s.p >= s.cells),
+    "strict_comparison": masked(lambda s: s.cells < s.queries + s.p + 1),
+    "not_after": masked(lambda s: ~(s.cells > s.queries + s.p)),
+    "window": masked(windowed),
+    "also_below_the_end": masked(lambda s: causal(s) & (s.cells < s.p + s.n) & (s.cells >= 0)),
+    "additive_mask": masked(additive),
+    "filled_mask": masked(lambda s: torch.zeros(s.n, LENGTH).masked_fill(s.cells > s.queries + s.p, -math.inf)),
+    "softmax": composed(lambda scores, s: scores + additive(s)),
+    "softmax_where": composed(lambda scores, s: torch.where(causal(s), scores, -math.inf)),
+    "softmax_filled": composed(lambda scores, s: scores.masked_fill(~causal(s), -math.inf)),
+    "softcapped": composed(lambda scores, s: 5 * torch.tanh(scores / 5) + additive(s)),
+    "biased": composed(lambda scores, s: scores + 0.5 * s.cells + additive(s)),
+}
+
+STRAYS: dict[str, tuple[Attend, str, str]] = {
+    # name: (attention, verdict, what the reason must say)
+    "frozen_attend": (attend(lambda s: torch.zeros(BATCH, dtype=torch.int32)), "refuted", "masks from 0 on"),
+    "other_attend": (attend(lambda s: s.p_rows), "refuted", "written from p on, attend"),
+    "frozen_mask": (masked(lambda s: s.cells <= s.queries), "refuted", "masks from 0 on"),
+    "frozen_window": (masked(lambda s: causal(s) & (s.cells > s.queries - 8)), "refuted", "the window of"),
+    "one_too_far": (masked(lambda s: s.cells <= s.queries + s.p + 1), "refuted", "masks from p + 1 on"),
+    "one_too_few": (masked(lambda s: s.cells < s.queries + s.p), "refuted", "masks from p - 1 on"),
+    "window_of_nothing": (masked(lambda s: causal(s) & (s.cells > s.queries + s.p)), "refuted", "hides a query's own cell"),
+    "other_start": (masked(lambda s: s.cells <= s.queries + s.other), "refuted", "masks from other on"),
+    "computed_start": (masked(lambda s: s.cells <= s.queries + s.p.clamp(0, 9)), "unknown", "which may be another cell"),
+    "start_per_row": (
+        masked(lambda s: s.cells <= s.queries + s.p_rows[:, None, None, None]),
+        "refuted",
+        "masks from p_rows[row] on",
+    ),
+    "no_mask": (masked(lambda s: None), "refuted", "has no mask: it sees all 24 cells"),
+    "causal_flag": (masked(lambda s: None, is_causal=True), "refuted", "causal mask"),
+    "not_causal": (masked(lambda s: (s.cells < s.p + s.n).expand(s.n, -1)), "unknown", "see cells after their own"),
+    "backwards": (masked(lambda s: s.cells >= s.queries + s.p), "unknown", "see cells after their own"),
+    "padding": (masked(lambda s: s.padding), "unknown", "no comparison of cells"),
+    "causal_and_padding": (masked(lambda s: causal(s) & s.padding), "unknown", "no comparison of cells"),
+    "causal_or_more": (masked(lambda s: causal(s) | (s.cells > 9)), "unknown", "no comparison of cells"),
+    "fewer_queries": (
+        lambda q, k, v, s: masked(causal)(q[:, :, :4], k, v, Start(s.p, s.p_rows, s.other, s.padding, 4)),
+        "refuted",
+        "queries",
+    ),
+    "frozen_softmax": (
+        composed(lambda scores, s: scores + torch.where(s.cells <= s.queries, 0.0, -math.inf)),
+        "refuted",
+        "from 0 on",
+    ),
+    "inverted_softmax": (
+        composed(lambda scores, s: scores.masked_fill(causal(s), -math.inf)),
+        "refuted",
+        "hides a query's own cell",
+    ),
+}
+
+
+class Layers(nn.Module):
+    def __init__(self, attentions: dict[str, Attend]) -> None:
+        super().__init__()
+        self.attentions = attentions
+        self.k, self.v = nn.Module(), nn.Module()
+        for name in attentions:
+            for store in (self.k, self.v):
+                store.register_buffer(name, torch.zeros(BATCH, HEADS, LENGTH, HEAD_DIM))
+
+    def forward(self, x: Tensor, q: Tensor, p: Tensor, p_rows: Tensor, other: Tensor, padding: Tensor) -> list[Tensor]:
+        start = Start(p, p_rows, other, padding, x.shape[2])
+        index = torch.arange(x.shape[2]) + p
+        outputs = []
+        for name, attention in self.attentions.items():
+            k, v = getattr(self.k, name), getattr(self.v, name)
+            k.index_copy_(2, index, x)
+            v.index_copy_(2, index, x)
+            outputs.append(attention(q, k, v, start))
+        return outputs
+
+
+def _declared(names: list[str]) -> dict[str, CacheDecl]:
+    return {f"{kind}.{name}": CacheDecl(f"{kind}.{name}", layer=layer) for layer, name in enumerate(names) for kind in "kv"}
+
+
+def _prove(layers: nn.Module, names: list[str]) -> ProofReport:
+    load_ops()
+    n = Dim("n", min=5, max=12)
+    inputs = (
+        torch.randn(BATCH, HEADS, 6, HEAD_DIM),
+        torch.randn(BATCH, HEADS * GROUP, 6, HEAD_DIM),
+        torch.tensor(3),
+        torch.tensor([3, 4], dtype=torch.int32),
+        torch.tensor(3),
+        torch.ones(6, LENGTH, dtype=torch.bool),
+    )
+    program = export(layers, inputs, dynamic_shapes=({2: n}, {2: n}, None, None, None, {0: n}))
+    return prove_program(program, program.run_decompositions(), _declared(names))
+
+
+@pytest.fixture(scope="module")
+def report() -> ProofReport:
+    attentions = FOLLOWS | {name: attention for name, (attention, *_) in STRAYS.items()}
+    return _prove(Layers(attentions), list(attentions))
+
+
+@pytest.mark.parametrize("kind", ["k", "v"])
+@pytest.mark.parametrize("name", FOLLOWS)
+def test_masks_that_follow_the_write_are_proved(report: ProofReport, name: str, kind: str) -> None:
+    assert report[f"{kind}.{name}"].reason == ""
+
+
+@pytest.mark.parametrize("kind", ["k", "v"])
+@pytest.mark.parametrize("name", STRAYS)
+def test_masks_that_stray_are_refused_for_both_caches(report: ProofReport, name: str, kind: str) -> None:
+    _, verdict, reason = STRAYS[name]
+    proof = report[f"{kind}.{name}"]
+    for stage in (proof.before, proof.after):
+        assert str(stage.verdict).startswith(verdict), proof
+    assert reason in proof.reason
+
+
+class _CrossedLayers(Layers):
+    """Layer `a` attends over its own keys and the values of layer `b`; the caches of `c` are written from two starts."""
+
+    def forward(self, x: Tensor, q: Tensor, p: Tensor, p_rows: Tensor, other: Tensor, padding: Tensor) -> list[Tensor]:
+        outputs = []
+        for store, start in ((self.k, p), (self.v, p)):
+            for name in "ab":
+                getattr(store, name).index_copy_(2, torch.arange(x.shape[2]) + start, x)
+        self.k.c.index_copy_(2, torch.arange(x.shape[2]) + p, x)
+        self.v.c.index_copy_(2, torch.arange(x.shape[2]) + p + 1, x)
+        follow = attend(lambda s: s.p.expand(BATCH).int())
+        start = Start(p, p_rows, other, padding, x.shape[2])
+        for k, v in ((self.k.a, self.v.b), (self.k.b, self.v.a), (self.k.c, self.v.c)):
+            outputs.append(follow(q, k, v, start))
+        return outputs
+
+
+def test_keys_and_values_belong_together() -> None:
+    report = _prove(_CrossedLayers(dict.fromkeys("abc", attend(lambda s: s.p))), list("abc"))
+    assert "together with v.b of another layer" in report["k.a"].reason
+    assert "together with k.b of another layer" in report["v.a"].reason
+    assert "k.c is written from p on, v.c from p + 1 on" in report["k.c"].reason
+    assert "v.c is written from p + 1 on, attend_2 masks from p on" in report["v.c"].reason
