@@ -54,3 +54,15 @@ manifests: setup ## render and validate every Kubernetes overlay, and check the 
 
 bench-cpu: setup ## decode and prefill rates: gRPC, bare engine, eager transformers, roofline
 	$(BIN)/python -m tests.bench.cpu
+
+prove-fuzz: setup ## 100,000 random index programs against brute force
+	$(BIN)/python -m tests.property.prove_fuzz --programs 100000
+
+compaction-fuzz: setup ## 20,000 random rounds against the reference, whole pools compared
+	$(BIN)/python -m tests.property.compaction_fuzz --rounds 20000
+
+bench-compaction: setup ## the movers beside a copy: on the GPU if there is one, else on the CPU
+	$(BIN)/python -m tests.bench.compaction
+
+serve-fuzz: setup ## 1,000 random interleavings of the real serving loop
+	QUIRE_INTERLEAVINGS=1000 $(BIN)/pytest tests/property/runtime_service/test_serving_machine.py --timeout 14400
