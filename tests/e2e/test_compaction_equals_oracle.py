@@ -9,15 +9,23 @@ from tests.e2e.hf_oracle import Rounds
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 STORY = "Once upon a time, a small robot set out to find the sea. "
+TOWNS = " ".join(f"In {1900 + i} town {i * 37 % 101} built {i * 7 % 13} bridges and {i * 5 % 11} mills." for i in range(20))
+
+
+def chat(question: str) -> str:
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize(
-    ("repeat", "rounds", "max_tokens"),
-    [(1, Rounds(budget=32, interval=16), 100), (24, Rounds(budget=96, interval=32), 120)],
+    ("question", "rounds", "max_tokens"),
+    [
+        ("How is bread made, from the grain to the loaf?", Rounds(budget=32, interval=16), 100),
+        (f"{TOWNS} Tell the history of these towns.", Rounds(budget=96, interval=32), 120),
+    ],
     ids=["short prompt", "prompt longer than the budget"],
 )
-def test_tokens_equal_the_pruned_cache(quire, smollm2, repeat, rounds, max_tokens):
-    prompt = smollm2.oracle.tokenizer.encode(STORY * repeat)
+def test_tokens_equal_the_pruned_cache(quire, smollm2, question, rounds, max_tokens):
+    prompt = smollm2.oracle.tokenizer.encode(chat(question))
     expected = smollm2.oracle.greedy(prompt, max_tokens, rounds=rounds)
     assert expected.rounds >= 3
     assert expected.tokens != smollm2.oracle.greedy(prompt, max_tokens).tokens, "the rounds must matter, or the test shows nothing"
