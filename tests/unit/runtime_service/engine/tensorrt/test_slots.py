@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +38,6 @@ def test_launches_cover_the_batch_exactly(slots: list[int], max_rows: int) -> No
     assert served == {row: slot for row, slot in enumerate(slots) if slot}
     assert all(1 <= len(run.rows) <= max_rows for run in runs)
     assert sum(len(run.rows) for run in runs) == len(served), "a row was launched twice"
-    for before, after in zip(runs, runs[1:], strict=False):
+    for before, after in pairwise(runs):
         end = before.first_slot + len(before.rows)
         assert end < after.first_slot or (end == after.first_slot and len(before.rows) == max_rows), "an avoidable launch"
