@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/quire/v1/*.proto)
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: help setup demo test check lint types arch proto
+.PHONY: help setup demo test check lint types arch proto manifests bench-cpu bench-compaction prove-fuzz compaction-fuzz serve-fuzz
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-18s %s\n", $$1, $$2}'
@@ -47,7 +47,8 @@ arch: setup
 	$(BIN)/lint-imports
 
 test: check ## everything CI runs
-	$(BIN)/pytest tests -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests --ignore tests/e2e -m "not gpu" -n 2 --dist loadfile --durations 15
+	$(BIN)/pytest tests/e2e --durations 10
 
 manifests: setup ## render and validate every Kubernetes overlay, and check the rules
 	$(BIN)/pytest tests/manifests
