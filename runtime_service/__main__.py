@@ -9,10 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import structlog
+
+# libgomp reads it when torch is first imported: its threads must not spin through the other service's share of a core.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from runtime_service.config import RuntimeSettings
 from runtime_service.engine.loader import EngineLoader
