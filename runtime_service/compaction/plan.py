@@ -44,8 +44,8 @@ class CompactionPlan:
     """One sequence, one round: of `length` entries those at `kept` survive.
 
     `moves` by window (None = layers that see everything). `pages` is the table the moves run on; its first `num_pages_kept` stay.
-    `copies` are indices into `pages` of shared pages that the round writes to: a copy must take their place first. `scrub` are the
-    vacated cells of the page where the kept entries end, as ordinals: the mover zeroes them.
+    `copies` are indices into `pages` of shared pages that the round, or the steps after it, will write to: a copy must take their
+    place first. `scrub` are the vacated cells of the page where the kept entries end, as ordinals: the mover zeroes them.
     """
 
     page_size: int
@@ -70,14 +70,13 @@ class CompactionPlan:
         return self.pages[self.num_pages_kept :]
 
     @property
-    def indices_written(self) -> range:
-        """Indices into `pages` from the first to the last that receives a byte."""
-        first = min([m.base for m in self.moves.values() if len(m.sources)], default=self.scrub.start)
-        end = max(self.scrub.stop, self.kept_len)
-        return range(first // self.page_size, -(-end // self.page_size)) if first < end else range(0)
+    def indices_owned(self) -> range:
+        """Indices into `pages` that nobody else may read: from the first the round writes to the last kept for tokens to come."""
+        first = min(self.kept_len, *(moves.base for moves in self.moves.values()))
+        return range(first // self.page_size, self.num_pages_kept)
 
     def with_copies(self, copies: Sequence[PageId]) -> CompactionPlan:
-        """The plan with `copies[i]` in the place of the i-th shared page it wrote to."""
+        """The plan with `copies[i]` in the place of the i-th shared page that was to be copied."""
         pages = list(self.pages)
         for index, page in zip(self.copies, copies, strict=True):
             pages[index] = page
@@ -91,7 +90,7 @@ class CompactionPlan:
             raise ValueError(f"{self.kept_len} kept entries on {self.num_pages_kept} pages of {self.page_size}")
         for window, moves in self.moves.items():
             self._check_moves("full layers" if window is None else f"layers with window {window}", moves)
-        for index in self.indices_written:
+        for index in self.indices_owned:
             if is_shared(self.pages[index]):
                 raise ValueError(f"page {self.pages[index]} at index {index} would be written to, and another sequence reads it")
 
@@ -134,7 +133,7 @@ def plan_round(
         num_pages_kept=num_pages_kept,
         scrub=range(kept_len, min(decision.length, -(-kept_len // page_size) * page_size)),
     )
-    return replace(plan, copies=tuple(index for index in plan.indices_written if is_shared(pages[index])))
+    return replace(plan, copies=tuple(index for index in plan.indices_owned if is_shared(pages[index])))
 
 
 def _moves(decision: KeepDecision, window: int | None) -> Moves:

@@ -94,6 +94,7 @@ def test_a_plan_in_place_equals_a_gather_out_of_place(case: Case) -> None:
         # Not one cell has changed of a page that another sequence reads or that is none of this one's.
         assert all(memory[cell] == cell for cell in pristine if cell[0] in case.shared or cell[0] not in case.pages)
 
+    assert not set(plan.pages_kept[len(kept) // case.page_size :]) & case.shared  # the next tokens are written there
     assert plan.pages_kept + plan.pages_freed == plan.pages
     assert len(plan.pages_kept) == min(len(case.pages), -(-max(len(kept), case.reserve) // case.page_size))
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import numpy as np
 import pytest
+import torch
 
 from runtime_service.core.params import CompactionParams, SamplingParams
 from runtime_service.loop import ServingLoop
+from runtime_service.sampling import SamplerState, sample
 from shared.kv_spec import Layout
 from tests.support.serving import RecordingStream, request, rounds_of, run, serving, submit
-from tests.support.tiny_engine import Oracle, TinyEngine, TinyModel
+from tests.support.tiny_engine import VOCAB, Oracle, TinyEngine, TinyModel
 
 
 def preempt(loop: ServingLoop, stream: RecordingStream) -> None:
@@ -70,6 +75,31 @@ def test_a_random_draw_is_not_repeated_by_a_preemption() -> None:
     preempt(loop, stream)
     run(loop)
     assert stream.tokens() == reference.tokens()
+
+
+def test_forked_samples_remember_rounds_of_their_own() -> None:
+    """They share those of the prompt and then differ; the second is preempted and replays its own."""
+    drawn = SamplingParams(temperature=1.0, seed=4, n=2)
+    loop = serving(TinyEngine(), num_pages=60)
+    (stream,) = submit(loop, request(range(30), 40, sampling=drawn, compaction=CompactionParams("knorm", 12, 6, 2)))
+    for _ in range(30):
+        loop.turn()
+    loop._sessions["tiny"].scheduler.preempt(stream.sequences[1])
+    run(loop)
+    rounds = [rounds_of(sequence) for sequence in stream.sequences]
+    common = [round_ for round_ in rounds[0] if round_.at <= 30]
+    assert common
+    assert rounds[1][: len(common)] == common
+    assert rounds[0] != rounds[1]
+    for index in range(2):
+        sampler = SamplerState.create(drawn, range(30), vocab_size=VOCAB, sample_index=index)
+        expected = Oracle().expected_tokens(range(30), 40, rounds[index], partial(draw, sampler))
+        assert stream.tokens(index) == expected
+
+
+def draw(sampler: SamplerState, logits: np.ndarray) -> int:
+    (token,) = sample(torch.from_numpy(logits)[None], [sampler])
+    return token.token_id
 
 
 def test_short_pages_preempt_the_youngest_and_everybody_gets_their_tokens() -> None:
