@@ -111,6 +111,7 @@ class ServingLoop:
             if name in self._sessions:
                 raise InUse(f"an engine named {name} is loaded; unload it or choose another name")
             self._sessions[name] = session
+            self._publish_load()
         self._inbox.put(_wake)
 
     def remove_engine(self, name: str, grace_s: float = 0.0) -> None:
@@ -173,7 +174,7 @@ class ServingLoop:
     # ---- readings ----
 
     def load(self) -> LoadSnapshot:
-        """As of the end of the last turn."""
+        """As of the end of the last turn, or of the last engine added."""
         return replace(self._load, draining=self._draining)
 
     def stalled_for_s(self) -> float:
@@ -189,10 +190,15 @@ class ServingLoop:
         """Carry out what came in, step every session once. False when no session had anything to do."""
         self._carry_out()
         stepped = [self._step(session) for session in list(self._sessions.values())]
-        self._load = LoadSnapshot(tuple(session.load() for session in list(self._sessions.values())), self._draining)
+        with self._lock:
+            self._publish_load()
         if any(stepped):
             self._progress_at = self._clock()
         return any(stepped)
+
+    def _publish_load(self) -> None:
+        """With the lock held, so that no older reading replaces a newer one."""
+        self._load = LoadSnapshot(tuple(session.load() for session in self._sessions.values()), self._draining)
 
     def _serve(self) -> None:
         try:

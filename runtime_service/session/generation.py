@@ -100,12 +100,11 @@ class Generation:
         """Every sample has finished: the last event."""
         self.stream.put(self._usage(now))
 
-    def cancel(self, now: float) -> None:
-        """End what has not finished because somebody asked for it."""
+    def cancel(self) -> None:
+        """End what has not finished because somebody asked for it; `complete` follows."""
         for sample in self.samples:
             if sample.finished is None:
                 self._send(sample, sample.output.cancel())
-        self.complete(now)
 
     def fail(self, error: QuireError) -> None:
         self.stream.put(Failure(error))

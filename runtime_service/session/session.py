@@ -40,7 +40,7 @@ _log = structlog.get_logger()
 class EngineSession:
     """`check` may be called from any thread; everything else belongs to the loop's.
 
-    `on_end` is called once for every admitted generation, after its last event and with its pages released.
+    `on_end` is called once for every admitted generation, before its last event and with its pages released.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class EngineSession:
 
     def end(self, generation: Generation, error: QuireError) -> None:
         """The request failed."""
-        generation.fail(error)
         self.counters.requests_failed += 1
         self._close(generation)
+        generation.fail(error)
 
     def end_running(self, error: QuireError) -> None:
         """A step failed, and with it what took part in it; what only waits is not touched. All of it, if nothing runs."""
@@ -139,9 +139,10 @@ class EngineSession:
         now = self._clock()
         for generation in list(self.generations):
             if generation.cancel_requested:
-                generation.cancel(now)
+                generation.cancel()
                 self.counters.requests_cancelled += 1
                 self._close(generation)
+                generation.complete(now)
             elif generation.stream.closed:  # the reader has left or stalled; nobody is there to be told
                 self.counters.requests_cancelled += 1
                 self._close(generation)
@@ -206,9 +207,9 @@ class EngineSession:
         if chosen.finished is not None:
             self._release(chosen)
         if generation.is_finished:
-            generation.complete(self._clock())
             self.counters.requests_finished += 1
             self._close(generation)
+            generation.complete(self._clock())
 
     def _compact(self, cohort: list[Sequence]) -> None:
         if cohort and not self.compactor.run(cohort):
@@ -216,7 +217,7 @@ class EngineSession:
                 self.scheduler.preempt(sequence)
 
     def _close(self, generation: Generation) -> None:
-        """The one way out for every request."""
+        """The one way out for every request. The last event follows it: who has read that may use the pages and the id again."""
         for chosen in generation.samples:
             self._release(chosen)
         del self.generations[generation]

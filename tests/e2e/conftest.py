@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,14 @@ class Quire:
         with self.session.control() as stub:
             engines = stub.GetLoad(control_pb2.GetLoadRequest()).engines
         return next(e for e in engines if e.name == name)
+
+    def wait_for_pages(self, name: str, free: int) -> None:
+        """Until the load report, published once a turn, shows `free` pages; AssertionError when it does not come to that."""
+        for _ in range(100):
+            if self.engine_load(name).pages_free == free:
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"{free} free pages were expected, there are {self.engine_load(name).pages_free}")
 
     def generate(self, request: inference_pb2.GenerateRequest, on_event: Callable | None = None) -> Generated:
         text, tokens, reason, usage = "", [], 0, None

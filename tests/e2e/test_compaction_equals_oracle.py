@@ -55,7 +55,7 @@ def test_2000_tokens_hold_their_pages_and_lend_the_rest(quire, smollm2_paged):
     assert long.usage.compaction_rounds == (len(prompt) + 2000 - 1 - budget) // interval
     assert short == [alone, alone]
     assert min(seen) >= free - ((budget + interval) // page + 1)
-    assert quire.engine_load(smollm2_paged.name).pages_free == free
+    quire.wait_for_pages(smollm2_paged.name, free)
 
 
 def test_a_linear_engine_generates_past_its_max_len(quire, smollm2_linear):

@@ -57,4 +57,4 @@ def test_mixed_in_batches_with_different_arrivals(quire, smollm2, expected):
         calls = [lambda prompt=prompt: quire.greedy(smollm2.name, prompt, MAX_TOKENS).tokens for prompt, _ in group]
         got = in_parallel(calls, [0.15 * i for i in range(len(calls))])
         assert got == [tokens for _, tokens in group]
-    assert quire.engine_load(smollm2.name).requests_running == 0
+    quire.wait_for_pages(smollm2.name, quire.engine_load(smollm2.name).pages_total)
