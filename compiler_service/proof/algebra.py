@@ -185,10 +185,11 @@ def fill(values: Sequence[int], shape: Sequence[int]) -> Grid | None:
     if not values:
         return grid([constant(size) for size in shape], [0] * len(shape), ZERO)
     steps = [values[stride] - values[0] if size > 1 else 0 for stride, size in zip(strides, shape, strict=True)]
-    for flat, value in enumerate(values):
-        coords = [flat // stride % size for stride, size in zip(strides, shape, strict=True)]
-        if value != values[0] + sum(step * coord for step, coord in zip(steps, coords, strict=True)):
-            return None
+    expected = [values[0]]
+    for step, size in zip(steps, shape, strict=True):
+        expected = [value + step * coord for value in expected for coord in range(size)]
+    if expected != list(values):
+        return None
     return grid([constant(size) for size in shape], steps, constant(values[0]))
 
 

@@ -24,7 +24,8 @@ class Attention:
     """One attention that reads a cache as its keys or its values.
 
     `node` identifies it: the attention operator, or the softmax. Axis -2 of `queries` counts the queries. `masks` are those
-    of the keys; an attention found from its values has none. `is_causal` is SDPA's flag.
+    of the keys; an attention found from its values has none. `is_causal` is SDPA's flag. An operator that may attend by rules
+    of its own is not `is_known`.
     """
 
     node: fx.Node
@@ -32,6 +33,7 @@ class Attention:
     queries: fx.Node
     masks: tuple[Mask, ...] = ()
     is_causal: bool = False
+    is_known: bool = True
 
 
 def attentions_over(contents: Iterable[fx.Node]) -> list[Attention]:
@@ -51,6 +53,8 @@ def attentions_over(contents: Iterable[fx.Node]) -> list[Attention]:
             found.append(Attention(consumer, arguments["key"] is operand, query, masks, bool(arguments.get("is_causal"))))
         elif name in rules.MATMUL:
             found += _around_softmax(consumer, operand)
+        elif rules.may_attend(name):
+            found.append(Attention(consumer, True, consumer, is_known=False))
     return found
 
 

@@ -50,6 +50,8 @@ def find_inconsistency(program: Program, values: Values, runs: Mapping[str, Run]
 
 def _attention(program: Program, values: Values, readers: Readers, attention: Attention, run: Run) -> Objection | None:
     node = attention.node
+    if not attention.is_known:
+        return Unknown(f"{node.name} ({node.target}) reads {run.cache}, and how it masks is not known", node.name)
     if str(node.target) in rules.SOFTMAX and not attention.is_keys:
         # Values are weighed by the softmax over the keys, so the keys' mask is theirs.
         keys = [mine for mine in readers.of(attention).values() if mine.is_keys]

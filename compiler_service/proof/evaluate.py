@@ -186,7 +186,7 @@ class _Call:
 
     def any_grid(self, name: str) -> Grid:
         value = self._arguments[name]
-        if not isinstance(value, fx.Node):
+        if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), Tensor):
             raise _Unsupported(f"{name} is no tensor")
         return self._values.grid(value)
 

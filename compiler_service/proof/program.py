@@ -60,7 +60,13 @@ def is_functional(graph: fx.Graph) -> bool:
 
 
 def read_program(exported: ExportedProgram, caches: Mapping[str, CacheDecl]) -> Program:
-    """The functional form of `exported`. KeyError names a cache whose target is neither a buffer nor a user input."""
+    """The functional form of `exported`.
+
+    KeyError names a cache whose target is neither a buffer nor a user input, ValueError two caches with one target.
+    """
+    targets = [decl.target for decl in caches.values()]
+    if len(set(targets)) != len(targets):
+        raise ValueError(f"every cache needs a target of its own, got {dict(zip(caches, targets, strict=True))}")
     if not is_functional(exported.graph):
         exported = exported.run_decompositions({})
     signature = exported.graph_signature

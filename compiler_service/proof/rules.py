@@ -319,5 +319,10 @@ ZEROS = frozenset(_aten("zeros zeros_like new_zeros"))
 ONES = frozenset(_aten("ones ones_like new_ones"))
 SUM = "aten.add.Tensor"
 
-ANGLES = frozenset(_aten("cos sin"))
+ANGLES = frozenset(_aten("cos sin polar"))
 """Where rotary embeddings turn positions into rotations."""
+
+
+def may_attend(name: str) -> bool:
+    """Whether an operator that is none of the above may mask cells out of sight: torch's other attentions, custom operators."""
+    return "attention" in name or not name.startswith(("aten.", "prims."))

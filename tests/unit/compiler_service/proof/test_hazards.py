@@ -179,3 +179,11 @@ def test_two_caches_in_one_memory_are_refused_with_both_names() -> None:
     assert not report.ok
     assert "k_cache.0 and k_cache.1 are the same memory" in report["k_cache.0"].reason
     assert "k_cache.1 and k_cache.0 are the same memory" in report["k_cache.1"].reason
+
+
+def test_two_names_for_one_cache_are_a_mistake_of_the_caller() -> None:
+    program = export(_Unread(), (torch.zeros(make_cache()[:, :, :4].shape), torch.tensor(0)))
+    with pytest.raises(ValueError, match="a target of its own"):
+        prove_program(program, program, {"k_cache.0": CacheDecl("k", layer=0), "v_cache.0": CacheDecl("k", layer=0)})
+    with pytest.raises(KeyError, match="no buffer and no input named 'keys'"):
+        prove_program(program, program, {"k_cache.0": CacheDecl("keys", layer=0)})

@@ -92,6 +92,17 @@ FOLLOWS: dict[str, Attend] = {
     "biased": composed(lambda scores, s: scores + 0.5 * s.cells + additive(s)),
 }
 
+
+@torch.library.custom_op("quire_test::attention", mutates_args=())
+def _own_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.zeros_like(q)
+
+
+@_own_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.empty_like(q)
+
+
 STRAYS: dict[str, tuple[Attend, str, str]] = {
     # name: (attention, verdict, what the reason must say)
     "frozen_attend": (attend(lambda s: torch.zeros(BATCH, dtype=torch.int32)), "refuted", "masks from 0 on"),
@@ -120,6 +131,7 @@ STRAYS: dict[str, tuple[Attend, str, str]] = {
         "refuted",
         "queries",
     ),
+    "own_operator": (lambda q, k, v, s: _own_attention(q, k, v), "unknown", "how it masks is not known"),
     "frozen_softmax": (
         composed(lambda scores, s: scores + torch.where(s.cells <= s.queries, 0.0, -math.inf)),
         "refuted",
