@@ -146,10 +146,19 @@ def test_a_removal_that_fails_half_way_is_tried_again(s3: S3Backend, monkeypatch
     monkeypatch.setattr(s3.bucket, "delete", fail)
     report = s3.open().gc(max_bytes=0)
     assert (report.removed, report.failed, report.freed_bytes) == ((), (A,), 0)
+    assert report.left_bytes >= s3.stored_bytes() > 0
     monkeypatch.undo()
     s3.clock.advance(STALE_STAGING_S + 60)
     assert s3.open().gc().freed_bytes > 0
     assert s3.stored_bytes() == 0
+
+
+def test_lapsed_leases_are_collected_and_live_ones_are_not(s3: S3Backend) -> None:
+    publish(s3.open())
+    s3.bucket.put(f"{A}/leases/dead", repr(s3.clock() - 1).encode())
+    s3.bucket.put(f"{A}/leases/live", repr(s3.clock() + 3600).encode())
+    s3.open().gc()
+    assert [item.path for item in s3.bucket.items(f"{A}/leases")] == [f"{A}/leases/live"]
 
 
 def test_times_that_are_no_times_do_not_stop_a_listing(s3: S3Backend) -> None:
