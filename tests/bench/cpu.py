@@ -29,7 +29,7 @@ from tests.e2e.hf_oracle import load_model
 BATCHES = (1, 4, 8)
 PROMPT, NEW = 128, 48
 PREFILL, CHUNK = 512, 128
-ROUNDS = 5
+ROUNDS = 3
 NUM_PAGES = 512
 
 
