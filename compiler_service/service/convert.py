@@ -41,18 +41,19 @@ _LEVELS = {
 
 
 def spec_from(message: compiler_pb2.CompileSpec) -> CompileSpec:
-    """FieldOutOfRange names the field. `page_size` 0 and empty `targets` mean the layout's own size and this host."""
+    """FieldOutOfRange names the field. `page_size` 0 is the layout's own size; without `targets` inductor builds for this CPU."""
+    backend = _word(_BACKENDS, message.backend, "spec.backend")
     layout = _word(_LAYOUTS, message.layout, "spec.layout")
     default_page = message.max_len if layout is Layout.LINEAR else DEFAULT_PAGE_SIZE
     return CompileSpec(
         source=message.source,
-        backend=_word(_BACKENDS, message.backend, "spec.backend"),
+        backend=backend,
         layout=layout,
         dtype=_word(_DTYPES, message.dtype, "spec.dtype"),
         max_len=message.max_len,
         page_size=message.page_size or default_page,
         profiles=profile_set(tuple(_profile_from(profile) for profile in message.profiles)),
-        targets=tuple(message.targets) or ("cpu",),
+        targets=tuple(message.targets) or (("cpu",) if backend == "inductor" else ()),
         allow_copying=message.allow_copying,
     )
 

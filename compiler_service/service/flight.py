@@ -16,7 +16,9 @@ from shared.inductor.isa import host_features
 from shared.manifest import canonical_json
 
 _OUR_CODE = ("compiler_service", "shared/inductor", "shared/kernels/attention", "shared/kv_spec.py", "shared/manifest.py")
-_LIBRARIES = ("torch", "transformers", "gguf", "safetensors", "tokenizers")
+_MODEL_LIBRARIES = ("torch", "transformers", "gguf", "safetensors", "tokenizers")
+_TENSORRT_LIBRARIES = ("tensorrt", "tensorrt-rtx", "torch-tensorrt", "torch-tensorrt-rtx")
+_LIBRARIES = _MODEL_LIBRARIES + _TENSORRT_LIBRARIES
 
 
 def builder_digest() -> str:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from shared.inductor.isa import host_features
 from shared.pb.quire.v1 import common_pb2, compiler_pb2
 
 _PACKAGES = ("torch", "transformers", "gguf", "safetensors", "tokenizers")
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 _SHOWN_FEATURES = (
     "avx2",
     "fma",
@@ -32,8 +35,8 @@ def build_capabilities() -> compiler_pb2.GetBuildCapabilitiesResponse:
     return compiler_pb2.GetBuildCapabilitiesResponse(
         backends=[
             _inductor(),
-            _absent(common_pb2.BACKEND_TENSORRT_RTX),
-            _absent(common_pb2.BACKEND_TENSORRT),
+            _tensorrt(common_pb2.BACKEND_TENSORRT_RTX, "tensorrt-rtx", "torch-tensorrt-rtx"),
+            _tensorrt(common_pb2.BACKEND_TENSORRT, "tensorrt", "torch-tensorrt", needs_gpu=True),
         ],
         isa=[feature for feature in _SHOWN_FEATURES if feature in features],
         cpu_count=len(os.sched_getaffinity(0)),
@@ -42,25 +45,37 @@ def build_capabilities() -> compiler_pb2.GetBuildCapabilitiesResponse:
 
 
 def _inductor() -> compiler_pb2.BackendCapability:
-    toolchain, missing = {}, []
-    for package in _PACKAGES:
-        try:
-            toolchain[package] = version(package)
-        except PackageNotFoundError:
-            missing.append(package)
+    toolchain, missing = _versions(_PACKAGES)
     if missing:
-        reason = f"{', '.join(missing)} not installed; pip install 'quire[compiler]'"
-        return compiler_pb2.BackendCapability(backend=common_pb2.BACKEND_INDUCTOR, available=False, reason=reason)
+        return _unavailable(common_pb2.BACKEND_INDUCTOR, f"{', '.join(missing)} not installed; pip install 'quire[compiler]'")
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        reason = "no C++ compiler; install g++ or name one in CXX"
-        return compiler_pb2.BackendCapability(backend=common_pb2.BACKEND_INDUCTOR, available=False, reason=reason)
+        return _unavailable(common_pb2.BACKEND_INDUCTOR, "no C++ compiler; install g++ or name one in CXX")
     shown = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=30)  # noqa: S603 - the build's own compiler
     toolchain["cpp"] = (shown.stdout.splitlines() or ["unknown"])[0]
     return compiler_pb2.BackendCapability(backend=common_pb2.BACKEND_INDUCTOR, available=True, toolchain=toolchain)
 
 
-def _absent(backend: common_pb2.Backend.ValueType) -> compiler_pb2.BackendCapability:
-    return compiler_pb2.BackendCapability(
-        backend=backend, available=False, reason="this version of Quire builds inductor engines; TensorRT engines come later"
-    )
+def _tensorrt(backend: common_pb2.Backend.ValueType, *packages: str, needs_gpu: bool = False) -> compiler_pb2.BackendCapability:
+    """The datacentre flavour times its kernels on the GPU it builds for; the RTX flavour builds anywhere."""
+    toolchain, missing = _versions(packages)
+    if missing:
+        return _unavailable(backend, f"{', '.join(missing)} not installed; pip install 'quire[{packages[0]}]'")
+    if needs_gpu and not _NVIDIA_DRIVER.exists():
+        return _unavailable(backend, "no NVIDIA GPU on this host; build for tensorrt_rtx, which needs none")
+    return compiler_pb2.BackendCapability(backend=backend, available=True, toolchain=toolchain)
+
+
+def _versions(packages: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """(versions of what is installed, names of what is not)."""
+    found, missing = {}, []
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            missing.append(package)
+    return found, missing
+
+
+def _unavailable(backend: common_pb2.Backend.ValueType, reason: str) -> compiler_pb2.BackendCapability:
+    return compiler_pb2.BackendCapability(backend=backend, available=False, reason=reason)

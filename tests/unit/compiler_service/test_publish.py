@@ -71,7 +71,9 @@ def change_an_operator(graph):
 
 
 def test_the_same_inputs_give_the_same_key(program):
-    assert engine_key(model(), program, "inductor", TARGET, TOOLCHAIN) == engine_key(model(), copy.deepcopy(program), "inductor", TARGET, TOOLCHAIN)
+    assert engine_key(model(), program, "inductor", TARGET, TOOLCHAIN) == engine_key(
+        model(), copy.deepcopy(program), "inductor", TARGET, TOOLCHAIN
+    )
 
 
 @pytest.mark.parametrize(
