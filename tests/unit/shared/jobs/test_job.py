@@ -34,7 +34,14 @@ def test_records_come_back_as_they_were() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("state", "sleeping"), ("attempt", "1"), ("created_s", None), ("limits", {"max_attempts": "3"}), ("error", {"reason": "x"}), ("fence", 1.5)],
+    [
+        ("state", "sleeping"),
+        ("attempt", "1"),
+        ("created_s", None),
+        ("limits", {"max_attempts": "3"}),
+        ("error", {"reason": "x"}),
+        ("fence", 1.5),
+    ],
 )
 def test_a_record_with_a_field_of_another_kind_is_refused(field: str, value: object) -> None:
     fields = json.loads(encode(JOB))
