@@ -47,7 +47,7 @@ class Builder:
         return bytes(plan)
 
 
-class _Monitor(trt.IProgressMonitor):  # type: ignore[misc]  # untyped bindings
+class _Monitor(trt.IProgressMonitor):
     """Reports the outermost phase. Cancelling is ending the process: TensorRT's threads do not outlive it."""
 
     def __init__(self, progress: Callable[[float, str], None]) -> None:
