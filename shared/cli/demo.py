@@ -71,7 +71,8 @@ def compile_model(session: Session, source: Path, report: Report) -> str:
     bars = watch.StageBars(session)
     started: dict[str, float] = {}
     with session.compiler() as stub:
-        job = stub.CreateCompileJob(compiler_pb2.CreateCompileJobRequest(request_id=new_id(), spec=spec)).job
+        created = stub.CreateCompileJob(compiler_pb2.CreateCompileJobRequest(request_id=new_id(), spec=spec))
+        job = created.job
         call = stub.WatchCompileJob(compiler_pb2.WatchCompileJobRequest(job_id=job.job_id))
         end = 0.0
         with bars.progress:
@@ -85,7 +86,7 @@ def compile_model(session: Session, source: Path, report: Report) -> str:
         artifact = stub.GetArtifact(compiler_pb2.GetArtifactRequest(artifact_id=job.artifact_id)).artifact
     moments = [*started.values(), end]
     report.stages = [(name, moments[i + 1] - moments[i]) for i, name in enumerate(started)]
-    report.reused = job.reused
+    report.reused = job.reused or not created.created
     report.proof = f"{sum(c.aliased for c in artifact.proof)} of {len(artifact.proof)} caches aliased"
     return str(job.artifact_id)
 
