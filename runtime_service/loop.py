@@ -13,29 +13,25 @@ from __future__ import annotations
 
 import itertools
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
 
 import structlog
 from tokenizers import Tokenizer
 
 from runtime_service.core.request import GenerationRequest
 from runtime_service.engine.engine import Engine
+from runtime_service.inbox import Inbox
 from runtime_service.session.generation import Generation
 from runtime_service.session.load import LoadSnapshot
 from runtime_service.session.session import EngineSession
 from runtime_service.streaming.stream import TokenStream
-from shared.errors import Draining, DuplicateRequest, InternalError, InUse, ModelNotFound, QueueFull, QuireError
+from shared.errors import Draining, DuplicateRequest, InternalError, InUse, ModelNotFound, QueueFull
 from shared.ids import RequestId
 
-_T = TypeVar("_T")
 _log = structlog.get_logger()
 _BLOCKED_PAUSE_S = 0.01
 """Pause when requests are alive and none can step. No schedule should lead there; if one does, it must not burn a core."""
@@ -59,7 +55,7 @@ class ServingLoop:
     def __init__(self, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_waiting = max_waiting
         self._clock = clock
-        self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
         self._sessions: dict[str, EngineSession] = {}
@@ -67,8 +63,6 @@ class ServingLoop:
         self._alive: dict[RequestId, Generation] = {}
         self._arrivals = itertools.count()
         self._draining = False
-        self._closed: QuireError | None = None  # why nothing is carried out any more
-        self._unanswered: set[Future[Any]] = set()
         self._progress_at = clock()
         self._load = LoadSnapshot((), draining=False)
         self._thread = threading.Thread(target=self._serve, name="quire-serving-loop", daemon=True)
@@ -82,11 +76,11 @@ class ServingLoop:
         """End what is alive as retryable, close the engines, join the thread. Idempotent."""
         with self._lock:
             self._draining = True
-        self._inbox.put(self._shut_down)
+        self._inbox.post(self._shut_down)
         if self._thread.is_alive():
             self._thread.join()
         else:
-            self._carry_out()
+            self._inbox.carry_out()
 
     def drain(self, deadline_s: float) -> DrainReport:
         """Admit nothing more, let what is alive finish for `deadline_s` at most, end the rest as retryable. Blocks."""
@@ -94,7 +88,9 @@ class ServingLoop:
             self._draining = True
             before = len(self._alive)
             self._ended.wait_for(lambda: not self._alive, deadline_s)
-        aborted = self._ask(lambda: self._end(list(self._sessions.values()), "the server is draining; send it to another one"))
+        aborted = self._inbox.ask(
+            lambda: self._end(list(self._sessions.values()), "the server is draining; send it to another one")
+        )
         return DrainReport(before - aborted, aborted)
 
     # ---- engines ----
@@ -112,7 +108,7 @@ class ServingLoop:
                 raise InUse(f"an engine named {name} is loaded; unload it or choose another name")
             self._sessions[name] = session
             self._publish_load()
-        self._inbox.put(_wake)
+        self._inbox.wake()
 
     def remove_engine(self, name: str, grace_s: float = 0.0) -> None:
         """Admit nothing more to an engine, wait `grace_s` for its requests, end the rest as retryable, free its memory. Blocks.
@@ -120,12 +116,10 @@ class ServingLoop:
         ModelNotFound if it is not loaded, or being removed already.
         """
         with self._lock:
-            session = self._sessions.get(name)
-            if session is None or name in self._removing:
-                raise ModelNotFound(f"no engine named {name} is loaded; loaded are {', '.join(self._sessions) or 'none'}")
+            session = self._find(name)
             self._removing.add(name)
             self._ended.wait_for(lambda: all(g.request.engine != name for g in self._alive.values()), grace_s)
-        self._ask(lambda: self._remove(session))
+        self._inbox.ask(lambda: self._remove(session))
 
     # ---- requests ----
 
@@ -134,7 +128,9 @@ class ServingLoop:
 
         Draining, ModelNotFound, FieldOutOfRange, KVExhausted (it could never run here), DuplicateRequest, QueueFull.
         """
-        session = self._route(request.engine)
+        with self._lock:
+            self._check_up()
+            session = self._find(request.engine)
         session.check(request)
         generation = Generation.create(
             request,
@@ -146,8 +142,8 @@ class ServingLoop:
         )
         with self._lock:
             self._check_up()
-            if self._sessions.get(session.name) is not session or session.name in self._removing:
-                raise ModelNotFound(f"engine {session.name} is being unloaded")
+            if self._find(request.engine) is not session:  # another was loaded under its name meanwhile
+                raise ModelNotFound(f"engine {request.engine} was unloaded while the request was being checked")
             if request.request_id in self._alive:
                 raise DuplicateRequest(f"request_id {request.request_id} is alive; choose another one")
             waiting = sum(g.request.engine == session.name and g.times.started is None for g in self._alive.values())
@@ -159,7 +155,7 @@ class ServingLoop:
             if not self._alive:
                 self._progress_at = self._clock()
             self._alive[request.request_id] = generation
-            self._inbox.put(partial(session.admit, generation))
+            self._inbox.post(partial(session.admit, generation))
 
     def abort(self, request_id: RequestId) -> bool:
         """Cancel a request; it ends with what it has, as cancelled. False if no such request is alive."""
@@ -168,7 +164,7 @@ class ServingLoop:
         if generation is None:
             return False
         generation.cancel_requested = True
-        self._inbox.put(_wake)
+        self._inbox.wake()
         return True
 
     # ---- readings ----
@@ -179,7 +175,7 @@ class ServingLoop:
 
     def stalled_for_s(self) -> float:
         """Seconds without progress while requests are alive; 0 when idle, infinite when the loop has died."""
-        if isinstance(self._closed, InternalError):
+        if isinstance(self._inbox.closed, InternalError):
             return math.inf
         with self._lock:
             return self._clock() - self._progress_at if self._alive else 0.0
@@ -188,7 +184,7 @@ class ServingLoop:
 
     def turn(self) -> bool:
         """Carry out what came in, step every session once. False when no session had anything to do."""
-        self._carry_out()
+        self._inbox.carry_out()
         stepped = [self._step(session) for session in list(self._sessions.values())]
         with self._lock:
             self._publish_load()
@@ -202,22 +198,12 @@ class ServingLoop:
 
     def _serve(self) -> None:
         try:
-            while self._closed is None:
-                if not self.turn() and self._closed is None:
-                    self._wait()
+            while self._inbox.closed is None:
+                if not self.turn() and self._inbox.closed is None:
+                    self._inbox.wait(_BLOCKED_PAUSE_S if self._alive else None)  # nothing alive: no deadline to keep
         except Exception as error:  # noqa: BLE001 - nobody is above this frame; what is alive must not wait for ever
             _log.exception("serving_loop_died")
             self._die(error)
-
-    def _carry_out(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                self._inbox.get_nowait()()
-
-    def _wait(self) -> None:
-        """Until something comes in; nothing alive means nothing to do, and no deadline to keep."""
-        with suppress(queue.Empty):
-            self._inbox.get(timeout=_BLOCKED_PAUSE_S if self._alive else None)()
 
     def _step(self, session: EngineSession) -> bool:
         try:
@@ -244,24 +230,16 @@ class ServingLoop:
     def _shut_down(self) -> None:
         for session in list(self._sessions.values()):
             self._remove(session)
-        self._close_inbox(Draining("the server has stopped"))
+        self._inbox.close(Draining("the server has stopped"))
 
     def _die(self, error: Exception) -> None:
         crash = InternalError(f"the serving loop has died: {type(error).__name__}: {error}")
-        self._close_inbox(crash)
+        self._inbox.close(crash)
         with self._lock:
             alive, self._alive = list(self._alive.values()), {}
             self._ended.notify_all()
         for generation in alive:
             generation.fail(crash)
-
-    def _close_inbox(self, why: QuireError) -> None:
-        """Nothing is carried out from now on; whoever waits for an answer gets `why`."""
-        with self._lock:
-            self._closed = why
-            unanswered, self._unanswered = self._unanswered, set()
-        for answer in unanswered:
-            answer.set_exception(why)
 
     def _forget(self, generation: Generation) -> None:
         with self._lock:
@@ -270,39 +248,15 @@ class ServingLoop:
 
     # ---- shared with other threads ----
 
-    def _route(self, name: str) -> EngineSession:
-        with self._lock:
-            self._check_up()
-            session = self._sessions.get(name)
-            if session is None:
-                raise ModelNotFound(f"no engine named {name} is loaded; loaded are {', '.join(self._sessions) or 'none'}")
-            return session
+    def _find(self, name: str) -> EngineSession:
+        session = self._sessions.get(name)
+        if session is None or name in self._removing:
+            loaded = ", ".join(other for other in self._sessions if other not in self._removing) or "none"
+            raise ModelNotFound(f"no engine named {name} is loaded; loaded: {loaded}")
+        return session
 
     def _check_up(self) -> None:
-        if self._closed is not None:
-            raise self._closed
+        if self._inbox.closed is not None:
+            raise self._inbox.closed
         if self._draining:
             raise Draining("the server is draining and admits nothing more; send it to another one")
-
-    def _ask(self, command: Callable[[], _T]) -> _T:
-        """Have the loop's thread carry out `command`, and wait for what it returns or raises."""
-        answer: Future[_T] = Future()
-
-        def carry_out() -> None:
-            with self._lock:
-                self._unanswered.discard(answer)
-            try:
-                answer.set_result(command())
-            except Exception as error:  # noqa: BLE001 - it belongs to whoever asked
-                answer.set_exception(error)
-
-        with self._lock:
-            if self._closed is not None:
-                raise self._closed
-            self._unanswered.add(answer)
-            self._inbox.put(carry_out)
-        return answer.result()
-
-
-def _wake() -> None:
-    """The command that only ends a wait."""

@@ -197,7 +197,7 @@ class ServingMachine(RuleBasedStateMachine):
         thread = threading.Thread(target=self.loop.remove_engine, args=(engine,))
         thread.start()
         while thread.is_alive():
-            self.loop._carry_out()  # a turn would step the other engines, as often as this thread happens to take
+            self.loop._inbox.carry_out()  # a turn would step the other engines, as often as this thread happens to take
             thread.join(0.0005)
         assert self.engines[engine].closed
         self.load(engine)

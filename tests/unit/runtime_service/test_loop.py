@@ -209,7 +209,19 @@ def test_an_engine_being_removed_finishes_what_it_has_and_admits_no_more() -> No
     engine.on_run = intrude
     in_thread(lambda: loop.remove_engine("tiny", grace_s=SOON_S), loop)
     assert stream.tokens() == Oracle().expected_tokens([1, 2], 30)
-    assert "being unloaded" in str(refused[0])
+    assert isinstance(refused[0], ModelNotFound)
+
+
+def test_a_request_checked_against_an_engine_that_was_replaced_meanwhile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = serving(TinyEngine(), num_pages=40)
+
+    def replace_engine(session: EngineSession, wanted: object) -> None:
+        in_thread(lambda: loop.remove_engine("tiny"), loop)
+        loop.add_engine("tiny", TinyEngine(max_len=8), tiny_tokenizer(), 40)
+
+    monkeypatch.setattr(EngineSession, "check", replace_engine)
+    with pytest.raises(ModelNotFound, match="while the request was being checked"):
+        loop.submit(request([1], 60), RecordingStream())
 
 
 # ---- drain, stop, death ----
@@ -284,7 +296,7 @@ def test_a_question_to_a_loop_that_dies_is_answered(monkeypatch: pytest.MonkeyPa
         except InternalError as error:
             caught.append(error)
 
-    loop._inbox.put(lambda: 1 / 0)
+    loop._inbox.post(lambda: 1 / 0)
     thread = threading.Thread(target=ask)
     thread.start()
     wait_until(lambda: bool(loop._unanswered))
