@@ -299,7 +299,7 @@ def test_a_question_to_a_loop_that_dies_is_answered(monkeypatch: pytest.MonkeyPa
     loop._inbox.post(lambda: 1 / 0)
     thread = threading.Thread(target=ask)
     thread.start()
-    wait_until(lambda: bool(loop._unanswered))
+    wait_until(lambda: bool(loop._inbox._unanswered))
     loop.start()
     thread.join(SOON_S)
     assert "ZeroDivisionError" in caught[0].message
