@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/quire/v1/*.proto)
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: help setup demo test check lint types arch proto manifests bench-cpu bench-compaction prove-fuzz compaction-fuzz serve-fuzz
+.PHONY: help setup demo test check lint types arch proto manifests bench-cpu bench-tensorrt bench-compaction prove-fuzz compaction-fuzz serve-fuzz
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-18s %s\n", $$1, $$2}'
@@ -61,6 +61,9 @@ prove-fuzz: setup ## 100,000 random index programs against brute force
 
 compaction-fuzz: setup ## 20,000 random rounds against the reference, whole pools compared
 	$(BIN)/python -m tests.property.compaction_fuzz --rounds 20000
+
+bench-tensorrt: setup ## what TensorRT-RTX builds cost here: SmolLM2, and Llama 3 8B from its config alone
+	$(BIN)/python -m tests.bench.tensorrt_builds
 
 bench-compaction: setup ## the movers beside a copy: on the GPU if there is one, else on the CPU
 	$(BIN)/python -m tests.bench.compaction

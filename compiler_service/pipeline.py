@@ -15,7 +15,9 @@ from compiler_service.export.geometry import cache_spec
 from compiler_service.export.program import DecoderProgram, export_decoder
 from compiler_service.ingest.convert import ingest, open_source
 from compiler_service.ingest.digest import DigestCache
-from compiler_service.ingest.source import locate
+from compiler_service.ingest.program import ProgramModel, open_program
+from compiler_service.ingest.source import SourceKind, locate
+from compiler_service.lowering.adopt import adopt_program
 from compiler_service.proof.certificate import ProofReport
 from compiler_service.proof.decoder import prove_decoder
 from compiler_service.publish import certify, engine_key, engine_manifest
@@ -69,7 +71,8 @@ def build(spec: CompileSpec, workspace: Workspace, progress: Progress, before_pu
     source = locate(spec.source, workspace.model_roots)
     with ingest(source, spec.dtype, store, workspace.digests, lambda f, m: progress(Stage.LOAD, f, m)) as (model, was_converted):
         progress(Stage.LOAD, 1.0, f"{model.name}, {'weights reused' if was_converted else 'weights converted'}")
-        exported = _export(spec, backend, model.config, progress)
+        definition = open_program(source) if source.kind is SourceKind.PROGRAM else model.config
+        exported = _export(spec, backend, definition, progress)
         linear, report = _prove(exported, backend, progress)
         report.require()
         program = backend.place_caches(linear, report)
@@ -95,12 +98,19 @@ def explain(spec: CompileSpec, workspace: Workspace, progress: Progress) -> tupl
     backend = choose_backend(spec)
     progress(Stage.FETCH, 0.0, spec.source)
     with open_source(locate(spec.source, workspace.model_roots)) as opened:
-        exported = _export(spec, backend, opened.config, progress)
+        definition = opened if isinstance(opened, ProgramModel) else opened.config
+        exported = _export(spec, backend, definition, progress)
     return _prove(exported, backend, progress)[1].certificates
 
 
-def _export(spec: CompileSpec, backend: Backend, config: PreTrainedConfig, progress: Progress) -> DecoderProgram:
+def _export(spec: CompileSpec, backend: Backend, definition: PreTrainedConfig | ProgramModel, progress: Progress) -> DecoderProgram:
+    """The linear program: traced from a configuration, or adopted where somebody exported it already."""
+    config = definition.config if isinstance(definition, ProgramModel) else definition
     progress(Stage.EXPORT, 0.0, f"{config.num_hidden_layers} layers, {', '.join(map(str, spec.profiles.profiles))}")
+    if isinstance(definition, ProgramModel):
+        definition.require_dtype(spec.dtype)
+        cache = definition.cache_spec(spec.layout, spec.page_size, spec.max_len)
+        return adopt_program(definition.program, definition.layers, cache, spec.profiles)
     cache = cache_spec(config, DType(spec.dtype), spec.layout, spec.page_size, spec.max_len)
     return export_decoder(config, cache, spec.profiles, static_cache=backend.static_cache)
 

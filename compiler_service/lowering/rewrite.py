@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor, fx
 from torch._export.verifier import TrainingIRVerifier, Verifier
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import ExportGraphSignature, InputKind
@@ -34,15 +35,34 @@ def rebuild_in_place(
 
     Of torch.export's dialects only the training one lets a mutating op stand in the graph; our own spec (spec.py) is stricter.
     """
+    return rebuild_with_inputs(source, graph, signature, sample_inputs, TrainingIRVerifier)
+
+
+def rebuild_with_inputs(
+    source: ExportedProgram,
+    graph: fx.Graph,
+    signature: ExportGraphSignature,
+    sample_inputs: tuple[Tensor, ...],
+    verifier: type[Verifier],
+) -> ExportedProgram:
+    """`source` with a graph of another interface: it takes exactly `sample_inputs`, positionally, and returns one tensor."""
     call = ModuleCallSignature(
         inputs=[],
         outputs=[],
         in_spec=pytree.tree_structure((sample_inputs, {})),
         out_spec=pytree.tree_structure(torch.empty(0)),
+        forward_arg_names=[str(name) for name in signature.user_inputs],  # decomposing names the inputs by them
     )
     calls = [ModuleCallEntry("", call)]
     ranges = _size_ranges(graph, source.range_constraints)
-    return _program(source, graph, signature, ranges, calls, (sample_inputs, {}), [TrainingIRVerifier])
+    return _program(source, graph, signature, ranges, calls, (sample_inputs, {}), [verifier])
+
+
+def sample_of(placeholder: fx.Node) -> Tensor:
+    """A tensor of the sizes tracing saw. Its values mean nothing, so a long cache takes addresses and no memory."""
+    value = placeholder.meta["val"]
+    assert isinstance(value, FakeTensor)
+    return torch.empty([size if isinstance(size, int) else size.node.hint for size in value.shape], dtype=value.dtype)
 
 
 def _program(
@@ -56,6 +76,7 @@ def _program(
 ) -> ExportedProgram:
     graph.lint()
     named = {spec.target for spec in signature.input_specs if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)}
+    lifted = {spec.target for spec in signature.input_specs if spec.kind is InputKind.CONSTANT_TENSOR}
     return ExportedProgram(
         root=torch.nn.Module(),
         graph=graph,
@@ -64,7 +85,7 @@ def _program(
         range_constraints=dict(range_constraints),
         module_call_graph=calls,
         example_inputs=example_inputs,
-        constants={name: value for name, value in source.constants.items() if name in named},
+        constants={name: value for name, value in source.constants.items() if name in named or name in lifted},
         verifiers=verifiers,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, int32
+from torch import Tensor, arange, equal, int32
 
 from runtime_service.engine.engine import EngineInputs
 from runtime_service.kv.pool import KVPool
@@ -37,6 +37,14 @@ def check_inputs(inputs: EngineInputs, manifest: EngineManifest, num_pages: int)
     _check(WRITE_START, inputs.write_start, (batch,), capacity - query_len + 1)
     _check(LAST_INDEX, inputs.last_index, (batch,), query_len)
     _check(BLOCK_TABLE, inputs.block_table, (batch, width), num_pages)
+    if not manifest.takes_positions:
+        cells = inputs.write_start[:, None] + arange(query_len, dtype=int32)
+        if not equal(inputs.position_ids, cells):
+            raise FieldOutOfRange(
+                f"{POSITION_IDS} must be the cells written, {WRITE_START} + 0..{query_len}: this engine rotates by them; got "
+                f"{inputs.position_ids.tolist()} for {WRITE_START} {inputs.write_start.tolist()}",
+                field=POSITION_IDS,
+            )
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...], end: int) -> None:

@@ -173,6 +173,6 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 def _check_default(compaction: CompactionParams, manifest: EngineManifest) -> None:
     try:
-        check_policy(compaction, manifest.cache)
+        check_policy(compaction, manifest)
     except FieldOutOfRange as error:
         raise relabel(error, "kv.policy", "default_compaction") from error

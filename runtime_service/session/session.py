@@ -74,7 +74,7 @@ class EngineSession:
     def check(self, request: GenerationRequest) -> None:
         """FieldOutOfRange or KVExhausted, with the numbers, for a request that this engine can never run."""
         if request.compaction is not None:
-            check_policy(request.compaction, self._capacity.spec)
+            check_policy(request.compaction, self._engine.manifest)
         check_request(request, self._capacity)
 
     def admit(self, generation: Generation) -> None:

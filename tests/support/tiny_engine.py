@@ -23,6 +23,7 @@ from tokenizers.models import WordLevel
 from runtime_service.engine.bindings import check_inputs
 from runtime_service.engine.engine import EngineInputs
 from runtime_service.kv.pool import KVPool
+from shared.bindings import POSITION_IDS, BindingSpec, Role
 from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout
 from shared.manifest import SCHEMA_VERSION, EngineManifest, ModelFacts, Target
 from shared.profiles import ProfileSet, parse_profile
@@ -98,7 +99,7 @@ def tiny_manifest(spec: KVCacheSpec, profiles: Iterable[str], eos_ids: Iterable[
         ),
         cache=spec,
         profiles=ProfileSet(tuple(parse_profile(text) for text in profiles)),
-        bindings=(),
+        bindings=(BindingSpec(POSITION_IDS, Role.INPUT, "int32", (None, None)),),
         aliases=(),
         backend="eager",
         target=Target("cpu", (), ()),

@@ -24,6 +24,7 @@ from torch_tensorrt.dynamo.conversion.converter_utils import get_node_name
 from compiler_service.backends.tensorrt.attention import Masks, attend
 from compiler_service.backends.tensorrt.layers import ITensor, Layers
 from compiler_service.export.program import DecoderProgram
+from compiler_service.proof.algebra import ONE
 from compiler_service.proof.certificate import ProofReport, WriteProof
 from shared.bindings import INPUT_IDS, LOGITS, WRITE_START, AliasedBinding, BindingSpec, Role, updated_name
 from shared.errors import UnsupportedModel, WriteNotProven
@@ -62,7 +63,7 @@ class _Converter(fx.Interpreter):
 
     def __init__(self, program: DecoderProgram, report: ProofReport, network: Network) -> None:
         exported = program.program
-        super().__init__(fx.GraphModule(torch.nn.Module(), exported.graph))
+        super().__init__(fx.GraphModule(torch.nn.Module(), exported.graph), garbage_collect_values=False)
         self._program, self._network = program, network
         self._specs: Mapping[str, InputSpec] = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
         self._writes: dict[str, WriteProof] = {proof.after.node: proof.after for proof in report.caches if proof.ok}
@@ -71,6 +72,7 @@ class _Converter(fx.Interpreter):
         self._context = ConversionContext(network.definition, settings)
         network.kept.append(self._context)  # it holds the values of constants, which the builder reads when it builds
         self._inputs: dict[str, ITensor] = {}
+        self._nodes = {node.name: node for node in exported.graph.nodes}
         self._masks: Masks | None = None
 
     def run_node(self, n: fx.Node) -> Any:
@@ -94,7 +96,7 @@ class _Converter(fx.Interpreter):
         if target is torch.ops.quire.attend.default:
             return self._attend(*args)
         if self._node.name in self._writes:
-            return self._write(self._writes[self._node.name], args)
+            return self._write(self._writes[self._node.name])
         if written := self._cache_of(self._node):
             raise WriteNotProven(f"{self._node} writes {written} without a proof that its cells are one run a row")
         packet = DYNAMO_CONVERTERS.get(self._node)
@@ -131,24 +133,28 @@ class _Converter(fx.Interpreter):
         shape = tuple(None if size < 0 else size for size in tensor.shape)
         self._network.bindings.append(BindingSpec(name, role, dtype, shape))
 
-    def _write(self, proof: WriteProof, args: Any) -> ITensor:
+    def _write(self, proof: WriteProof) -> ITensor:
         """Rows from `write_start` on. Sizes the graph knows and the network lost on the way are stated again."""
-        cache, update = self._inputs[proof.cache], self._rows_of(proof, args)
+        cache, update = self._inputs[proof.cache], self._rows_of(proof)
         layers = self._layers()
         start = self._inputs[WRITE_START]
         layer = self._network.definition.add_kv_cache_update(cache, update, start, trt.KVCacheMode.LINEAR)
         return layers.output(layer, "kv_cache_update")
 
-    def _rows_of(self, proof: WriteProof, args: Any) -> ITensor:
+    def _rows_of(self, proof: WriteProof) -> ITensor:
         """The update as `[B, Hkv, n, D]`."""
         assert proof.run is not None
-        if str(proof.run.start) != f"{self._program.placeholder(WRITE_START)}[row]":
+        starts = self._program.placeholder(WRITE_START)
+        own = {f"{starts}[row]"} | ({f"{starts}[0]", starts} if proof.run.rows == ONE else set())
+        if str(proof.run.start) not in own:
             raise WriteNotProven(f"{proof.node} writes {proof.cache} from {proof.run.start}; the engine's starts are {WRITE_START}")
         cache = self._inputs[proof.cache]
+        # A write of one cell may come without the axis of the cells, which size 1 puts back.
         axes = [axis for axis in proof.update_axes if axis is not None]
-        if len(axes) != len(cache.shape):
+        if len(axes) < len(cache.shape) and proof.run.length != ONE:
             raise WriteNotProven(f"{proof.node} writes {proof.cache} with rows that are broadcast; the engine needs them whole")
-        return self._layers().reshape(args[2], (0, cache.shape[1], -1, cache.shape[3]), permute=axes)
+        update = self.env[self._nodes[proof.update]]
+        return self._layers().reshape(update, (0, cache.shape[1], -1, cache.shape[3]), permute=axes)
 
     def _attend(self, q: Any, k: Any, v: Any, start: Any, scale: float, *rest: Any) -> ITensor:
         node = self._node

@@ -6,7 +6,8 @@
 The proof and the paging pass take this form; composite ops (linear, silu) stay whole, since the backend knows better how to
 take them apart. Only the case our export makes is taken: every cache is written once, straight on the input, and whoever
 reads it afterwards reads the write's result. torch's general functionalization would give the same at the price of two more
-traces of the model. Refused (WriteNotProven): any other in-place op, and any other use of a written cache.
+traces of the model. Left alone: a program that is functional already (adopt.py). Refused (WriteNotProven): any other in-place
+op, and any other use of a written cache.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ def functionalize(program: DecoderProgram) -> DecoderProgram:
     """The same step without a mutating op in its graph."""
     graph = copy.deepcopy(program.program.graph)
     writes = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable]
+    if not writes:
+        return program
     mutations = []
     for write in writes:
         cache = write.args[0]

@@ -20,13 +20,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
-from torch import SymInt, Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import SymInt, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, TensorArgument
 
 from compiler_service.export.program import DecoderProgram
-from compiler_service.lowering.rewrite import rebuild_in_place
+from compiler_service.lowering.rewrite import rebuild_in_place, sample_of
 from compiler_service.lowering.symbols import new_size
 from shared.bindings import BLOCK_TABLE, INPUT_IDS, WRITE_START, cache_name, pool_name
 from shared.errors import WriteNotProven
@@ -71,7 +71,7 @@ def page_caches(program: DecoderProgram, proven: Collection[str]) -> DecoderProg
 
     bound |= {BLOCK_TABLE: block_table} | {pool_name(layer): pool for layer, pool in enumerate(pools)}
     signature = _signature(program.program, caches=caches, added=[block_table, *pools])
-    lowered = rebuild_in_place(program.program, graph, signature, tuple(map(_sample, bound.values())))
+    lowered = rebuild_in_place(program.program, graph, signature, tuple(map(sample_of, bound.values())))
     return replace(program, program=lowered, inputs={node.name: binding for binding, node in bound.items()})
 
 
@@ -154,10 +154,3 @@ def _signature(source: ExportedProgram, caches: list[fx.Node], added: list[fx.No
     inputs = [spec for spec in source.graph_signature.input_specs if spec.arg.name not in gone]
     inputs += [InputSpec(InputKind.USER_INPUT, TensorArgument(node.name), None) for node in added]
     return ExportGraphSignature(inputs, [s for s in source.graph_signature.output_specs if s.kind is OutputKind.USER_OUTPUT])
-
-
-def _sample(placeholder: fx.Node) -> Tensor:
-    """Zeros of the size tracing saw."""
-    value = placeholder.meta["val"]
-    assert isinstance(value, FakeTensor)
-    return torch.zeros([size if isinstance(size, int) else size.node.hint for size in value.shape], dtype=value.dtype)

@@ -54,7 +54,8 @@ class Launcher:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it so
         largest = max(p.batch.max * p.query_len.max for p in manifest.profiles.profiles)
         rows = manifest.profiles.max_batch
-        sizes = {**dict.fromkeys(_TOKENS, largest), **dict.fromkeys(_PER_ROW, rows)}
+        self._tokens = tuple(name for name in _TOKENS if name != POSITION_IDS or manifest.takes_positions)
+        sizes = {**dict.fromkeys(self._tokens, largest), **dict.fromkeys(_PER_ROW, rows)}
         self._inputs = {name: torch.zeros(size, dtype=torch.int32, device="cuda") for name, size in sizes.items()}
         self._logits = torch.empty(rows, manifest.model.vocab_size, dtype=torch.float32, device="cuda")
         self._scratch = torch.empty(max(1, plan.device_memory_size_v2), dtype=torch.uint8, device="cuda")
@@ -75,8 +76,9 @@ class Launcher:
             self._pool = pool
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for name, value in tokens.items():
-                self._inputs[name][: value.numel()].copy_(value.reshape(-1))
+            for name, buffer in self._inputs.items():
+                value = tokens[name]
+                buffer[: value.numel()].copy_(value.reshape(-1))
             if capture:
                 self._captured(launch, pool).graph.replay()
             else:
@@ -127,7 +129,7 @@ class Launcher:
         return context
 
     def _bind(self, context: Any, launch: Launch, pool: KVPool) -> None:
-        for name in _TOKENS:
+        for name in self._tokens:
             self._done(context.set_input_shape(name, (launch.rows, launch.query_len)), name)
         for name in _PER_ROW:
             self._done(context.set_input_shape(name, (launch.rows,)), name)

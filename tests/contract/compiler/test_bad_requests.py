@@ -125,8 +125,16 @@ async def test_a_missing_shard_is_named_at_once(client):
     await nothing_happened(client)
 
 
+async def test_a_program_without_its_tokenizer_is_refused(client):
+    (client.models / "p.pt2").write_bytes(b"x")
+    with refused("SOURCE_INVALID") as error:
+        await client.create(client.spec("p.pt2"))
+    assert "tokenizer.json beside it" in error[0].message
+    await nothing_happened(client)
+
+
 async def test_other_files_are_no_models(client):
-    for name, reason in (("w.bin", "SOURCE_UNSAFE"), ("p.pt2", "MODEL_UNSUPPORTED"), ("notes.txt", "MODEL_UNSUPPORTED")):
+    for name, reason in (("w.bin", "SOURCE_UNSAFE"), ("notes.txt", "MODEL_UNSUPPORTED")):
         (client.models / name).write_bytes(b"x")
         with refused(reason, "source"):
             await client.create(client.spec(name))

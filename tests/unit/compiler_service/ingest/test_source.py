@@ -18,7 +18,13 @@ def root(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("llama", SourceKind.CHECKPOINT), ("m.gguf", SourceKind.GGUF), ("M.GGUF", SourceKind.GGUF), ("m.whl", SourceKind.WHEEL)],
+    [
+        ("llama", SourceKind.CHECKPOINT),
+        ("m.gguf", SourceKind.GGUF),
+        ("M.GGUF", SourceKind.GGUF),
+        ("m.whl", SourceKind.WHEEL),
+        ("m.pt2", SourceKind.PROGRAM),
+    ],
 )
 def test_kinds(root, name, kind):
     if not (root / name).exists():
@@ -35,7 +41,6 @@ def test_kinds(root, name, kind):
         ("weights.pt", UnsafeSource),
         ("weights.PTH", UnsafeSource),
         ("weights.pkl", UnsafeSource),
-        ("program.pt2", UnsupportedModel),
         ("weights.onnx", UnsupportedModel),
         ("weights", UnsupportedModel),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -17,12 +19,18 @@ from runtime_service.kv.pool import K, KVPool
 from shared.errors import FieldOutOfRange
 from shared.ids import PageId, Position
 from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout
+from shared.manifest import EngineManifest
 from tests.support.serving import request
+from tests.support.tiny_engine import tiny_manifest
 
 FULL = LayerGroup(layers=(0, 2), kv_heads=2, head_dim=4, dtype=DType.FLOAT32)
 SLIDING = LayerGroup(layers=(1,), kv_heads=2, head_dim=4, dtype=DType.FLOAT32, window=4)
 SPEC = KVCacheSpec((FULL, SLIDING), Layout.PAGED, page_size=4, max_len=32)
 PAGES = [PageId(3), PageId(1), PageId(4)]
+
+
+def engine(spec: KVCacheSpec) -> EngineManifest:
+    return tiny_manifest(spec, ["decode=1x1", "prefill=1x4"], [])
 
 
 def view(norms: np.ndarray, positions: list[int] | None = None) -> KVView:
@@ -86,13 +94,18 @@ def test_an_unknown_policy_is_refused_with_the_known_ones(name: str) -> None:
             CompactionParams(name, 8, 4)
         return
     with pytest.raises(FieldOutOfRange, match="knorm, sink_recent"):
-        check_policy(CompactionParams(name, 8, 4), SPEC)
+        check_policy(CompactionParams(name, 8, 4), engine(SPEC))
+
+
+def test_an_engine_whose_positions_are_its_cells_is_not_compacted() -> None:
+    with pytest.raises(FieldOutOfRange, match="takes positions for cells"):
+        check_policy(CompactionParams("sink_recent", 8, 4), replace(engine(SPEC), bindings=()))
 
 
 def test_a_policy_that_needs_keys_of_full_layers_is_refused_where_there_are_none() -> None:
     sliding_only = KVCacheSpec((LayerGroup((0,), 2, 4, DType.FLOAT32, window=4),), Layout.PAGED, 4, 32)
     with pytest.raises(FieldOutOfRange, match="Use sink_recent"):
-        check_policy(CompactionParams("knorm", 8, 4), sliding_only)
-    check_policy(CompactionParams("sink_recent", 8, 4), sliding_only)
+        check_policy(CompactionParams("knorm", 8, 4), engine(sliding_only))
+    check_policy(CompactionParams("sink_recent", 8, 4), engine(sliding_only))
     for name in POLICIES:
-        check_policy(CompactionParams(name, 8, 4), SPEC)
+        check_policy(CompactionParams(name, 8, 4), engine(SPEC))

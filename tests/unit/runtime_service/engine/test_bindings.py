@@ -11,6 +11,7 @@ from torch import Tensor
 from runtime_service.engine.bindings import check_inputs, check_pool
 from runtime_service.engine.engine import EngineInputs
 from runtime_service.kv.pool import KVPool
+from shared.bindings import POSITION_IDS, BindingSpec, Role
 from shared.errors import EngineIncompatible, FieldOutOfRange
 from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout
 from shared.manifest import SCHEMA_VERSION, EngineManifest, ModelFacts, Target
@@ -31,7 +32,7 @@ def manifest(layout: Layout = Layout.PAGED) -> EngineManifest:
         model=facts,
         cache=KVCacheSpec((group,), layout, 4 if layout is Layout.PAGED else 20, 20),
         profiles=ProfileSet((parse_profile("decode=4x1"), prefill)),
-        bindings=(),
+        bindings=(BindingSpec(POSITION_IDS, Role.INPUT, "int32", (None, None)),),
         aliases=(),
         backend="inductor",
         target=Target("cpu", (), ()),
@@ -75,6 +76,15 @@ def changed(tensor: Tensor, value: int) -> Tensor:
 )
 def test_a_step_in_order_passes(step: EngineInputs) -> None:
     check_inputs(step, manifest(), NUM_PAGES)
+
+
+def test_an_engine_that_rotates_by_cells_takes_no_other_positions() -> None:
+    """After a compaction positions and cells part ways; such an engine would rotate by the wrong ones."""
+    without = replace(manifest(), bindings=())
+    check_inputs(inputs(), without, NUM_PAGES)
+    with pytest.raises(FieldOutOfRange, match="position_ids must be the cells written") as caught:
+        check_inputs(replace(inputs(), position_ids=inputs().position_ids + 1), without, NUM_PAGES)
+    assert caught.value.field == "position_ids"
 
 
 OUT_OF_RANGE = {
