@@ -20,10 +20,10 @@ from compiler_service.service.flight import builder_digest
 from compiler_service.service.servicer import CompilerServicer
 from compiler_service.worker.build_process import Launcher
 from compiler_service.worker.worker import BuildPaths, Worker
-from shared.artifacts.local import LocalStore
+from shared.artifacts.locate import open_store
 from shared.errors import QuireError
-from shared.jobs.queue import JobQueue, reclaim_forever
-from shared.jobs.sqlite import SQLiteQueue
+from shared.jobs.locate import open_queue
+from shared.jobs.queue import JobQueue, QueuePolicy, reclaim_forever
 from shared.pb.quire.v1 import compiler_pb2_grpc
 from shared.rpc.server import Server, stop_signals
 from shared.telemetry.log import configure_logging
@@ -36,10 +36,10 @@ class Compiler:
 
     def __init__(self, settings: CompilerSettings, queue: JobQueue, launcher: Launcher | None = None) -> None:
         self._settings, self._queue = settings, queue
-        store = LocalStore(settings.artifacts_directory)
+        store = open_store(settings.store_location)
         launcher = launcher or Launcher(settings.build_directory)
         roots = tuple(root.expanduser().resolve() for root in settings.model_roots)
-        paths = BuildPaths(str(settings.artifacts_directory), str(settings.digest_cache_file), tuple(map(str, roots)))
+        paths = BuildPaths(settings.store_location, str(settings.digest_cache_file), tuple(map(str, roots)))
         owner = f"{socket.gethostname()}-{os.getpid()}"
         self.workers = [Worker(queue, f"{owner}-{slot}", launcher, paths) for slot in range(settings.build_slots)]
         self.server = Server(settings.server_options, SERVICES, settings.interceptors)
@@ -72,10 +72,10 @@ class Compiler:
         await self._queue.close()
 
 
-async def serve(settings: CompilerSettings) -> None:
+async def serve(settings: CompilerSettings, policy: QueuePolicy | None = None, launcher: Launcher | None = None) -> None:
     settings.data_directory.mkdir(parents=True, exist_ok=True)
-    queue = SQLiteQueue(settings.queue_file)
-    async with stop_signals() as stopped, Compiler(settings, queue) as compiler:
+    queue = await open_queue(settings.queue_location, policy)
+    async with stop_signals() as stopped, Compiler(settings, queue, launcher) as compiler:
         sys.stdout.write(json.dumps({"address": compiler.address}) + "\n")
         sys.stdout.flush()
         ends = [asyncio.create_task(stopped.wait()), asyncio.create_task(compiler.failure())]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from shared.config import ServiceSettings
+from shared.config import ServiceSettings, split_paths
+from shared.jobs.locate import REDIS_SCHEMES
 
 
 class CompilerSettings(ServiceSettings):
@@ -18,7 +18,11 @@ class CompilerSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="QUIRE_COMPILER_", frozen=True, populate_by_name=True)
 
     address: str = "127.0.0.1:50061"
-    model_roots: Annotated[tuple[Path, ...], NoDecode] = Field(default_factory=lambda: (Path.home(), Path.cwd()), min_length=1)
+    redis_url: str = ""
+    """`redis://`, `rediss://` or `unix://`: the queue that several compilers share. Empty = a SQLite file in `data`."""
+    model_roots: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(split_paths)] = Field(
+        default_factory=lambda: (Path.home(), Path.cwd()), min_length=1
+    )
     """Sources are read from these directories alone; a list as in PATH. Default: the user's home and the working directory."""
     drain_s: float = Field(default=5.0, ge=0)
     """Longest time running calls get after SIGTERM. Builds get none: their jobs go back to the queue."""
@@ -30,14 +34,16 @@ class CompilerSettings(ServiceSettings):
     reclaim_every_s: float = Field(default=5.0, gt=0)
     """How often lapsed leases and jobs that waited too long are looked for."""
 
-    @field_validator("model_roots", mode="before")
+    @field_validator("redis_url")
     @classmethod
-    def _split(cls, value: Any) -> Any:
-        return tuple(value.split(os.pathsep)) if isinstance(value, str) else value
+    def _is_redis(cls, value: str) -> str:
+        if value and not value.startswith(REDIS_SCHEMES):
+            raise ValueError(f"redis_url must start with {', '.join(REDIS_SCHEMES)}; got {value[:20]!r}")
+        return value
 
     @property
-    def queue_file(self) -> Path:
-        return self.data_directory / "jobs.sqlite"
+    def queue_location(self) -> str:
+        return self.redis_url or str(self.data_directory / "jobs.sqlite")
 
     @property
     def digest_cache_file(self) -> Path:

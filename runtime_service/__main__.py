@@ -25,7 +25,7 @@ from runtime_service.service.control import ControlServicer
 from runtime_service.service.engines import Engines, Loader
 from runtime_service.service.inference import InferenceServicer
 from runtime_service.service.probes import report_health
-from shared.artifacts.local import LocalStore
+from shared.artifacts.locate import open_store
 from shared.artifacts.store import ArtifactStore
 from shared.errors import QuireError
 from shared.pb.quire.v1 import control_pb2_grpc, inference_pb2_grpc
@@ -72,7 +72,8 @@ class Runtime:
 
 
 async def serve(settings: RuntimeSettings) -> None:
-    runtime = Runtime(settings, LocalStore(settings.artifacts_directory), EngineLoader())
+    store = open_store(settings.store_location, trusted_keys=settings.trusted_keys)
+    runtime = Runtime(settings, store, EngineLoader())
     async with stop_signals() as stopped, runtime:
         sys.stdout.write(json.dumps({"address": runtime.address}) + "\n")
         sys.stdout.flush()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pathlib import Path
+from typing import Annotated
 
-from shared.config import ServiceSettings
+from pydantic import BeforeValidator, Field
+from pydantic_settings import NoDecode, SettingsConfigDict
+
+from shared.config import ServiceSettings, split_paths
 
 
 class RuntimeSettings(ServiceSettings):
@@ -14,6 +17,8 @@ class RuntimeSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="QUIRE_RUNTIME_", frozen=True, populate_by_name=True)
 
     address: str = "127.0.0.1:50062"
+    trusted_keys: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(split_paths)] = ()
+    """PEM files of Ed25519 public keys, a list as in PATH: with any, only artifacts signed by one of them are loaded."""
 
     max_waiting_requests: int = Field(default=256, ge=1)
     max_prompt_bytes: int = Field(default=1024 * 1024, ge=1)

@@ -5,20 +5,31 @@ Resolved once, in the service's `__main__`; nothing else reads the environment.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings
 
+from shared.artifacts.locate import StoreLocation
 from shared.rpc.auth import AuthInterceptor, read_tokens
 from shared.rpc.server import ServerOptions, TlsFiles
+
+
+def split_paths(value: Any) -> Any:
+    """A variable that lists paths as PATH does; what is no text passes."""
+    return tuple(value.split(os.pathsep)) if isinstance(value, str) else value
 
 
 class ServiceSettings(BaseSettings):
     """`data` is read from QUIRE_DATA, since both services must agree on it; every other field has the service's own prefix."""
 
     data: Path = Field(default=Path("~/.local/share/quire"), validation_alias="QUIRE_DATA")
+    store: str = ""
+    """Where artifacts are: `s3://bucket/prefix` or a directory; empty = `artifacts` in `data`. Both services must name the same."""
+    store_cache_bytes: int = Field(default=64 << 30, ge=0)
+    """What this host keeps of a bucket at most, beside what it has open."""
     address: str
     health_address: str | None = None
     """host:port that answers grpc.health.v1 alone, in plaintext, for probes."""
@@ -47,8 +58,13 @@ class ServiceSettings(BaseSettings):
         return self.data.expanduser().resolve()
 
     @property
-    def artifacts_directory(self) -> Path:
-        return self.data_directory / "artifacts"
+    def store_location(self) -> StoreLocation:
+        """A directory as an absolute path: build processes work elsewhere."""
+        data = self.data_directory
+        place = self.store or str(data / "artifacts")
+        if "://" not in place:
+            place = str(Path(place).expanduser().resolve())
+        return StoreLocation(place, str(data / "artifact-cache"), self.store_cache_bytes)
 
     @property
     def server_options(self) -> ServerOptions:

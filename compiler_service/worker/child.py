@@ -10,7 +10,7 @@ from compiler_service.pipeline import Workspace
 from compiler_service.spec import decode_spec
 from compiler_service.worker.channel import Channel
 from compiler_service.worker.protocol import Built, Explained, Failed, Request, Verb
-from shared.artifacts.local import LocalStore
+from shared.artifacts.locate import open_store
 from shared.errors import QuireError
 from shared.jobs.job import JobError
 
@@ -18,7 +18,7 @@ from shared.jobs.job import JobError
 def run(request: Request, channel: Channel) -> Built | Explained:
     spec = decode_spec(request.spec.encode())
     workspace = Workspace(
-        store=LocalStore(Path(request.store)),
+        store=open_store(request.store),
         digests=DigestCache(Path(request.digest_cache)),
         model_roots=tuple(map(Path, request.model_roots)),
     )

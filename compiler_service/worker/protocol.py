@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
+from shared.artifacts.locate import StoreLocation
 from shared.jobs.job import JobError
 from shared.manifest import WriteCertificate, canonical_json
 
@@ -32,7 +33,7 @@ class Request:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     verb: Verb
     spec: str
-    store: str
+    store: StoreLocation
     digest_cache: str
     model_roots: tuple[str, ...]
 

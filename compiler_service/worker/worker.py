@@ -23,11 +23,15 @@ from compiler_service.worker.attempt import (
 )
 from compiler_service.worker.build_process import BuildProcess, Launcher
 from compiler_service.worker.protocol import AskToPublish, Failed, Progress, Request, Verb
+from shared.artifacts.locate import StoreLocation
 from shared.errors import Cancelled, InternalError, JobStateConflict, StoreUnavailable
 from shared.jobs.job import Claim, HeartbeatAnswer, JobLimits, Outcome
 from shared.jobs.queue import JobQueue
 
-CLAIM_WAIT_S = 1.0
+CLAIM_WAIT_S = 0.2
+"""Longest wait of an idle worker for a job: so long it may take to stop."""
+QUEUE_RETRY_S = 1.0
+"""Pause before a queue that did not answer is asked again."""
 MAX_BEAT_S = 1.0
 """Longest time between two heartbeats: a cancel reaches a build within it."""
 
@@ -41,7 +45,7 @@ _T = TypeVar("_T")
 class BuildPaths:
     """Where builds find and leave things; the same for every job of a service."""
 
-    store: str
+    store: StoreLocation
     digest_cache: str
     model_roots: tuple[str, ...]
 
@@ -85,7 +89,7 @@ class Worker:
                 claim = await self._queue.claim(self._name, wait_s=CLAIM_WAIT_S)
             except StoreUnavailable as error:
                 _log.warning("no jobs claimed", worker=self._name, error=str(error))
-                await asyncio.sleep(CLAIM_WAIT_S)
+                await asyncio.sleep(QUEUE_RETRY_S)
                 continue
             if claim is not None:
                 with structlog.contextvars.bound_contextvars(job_id=claim.job.job_id, attempt=claim.job.attempt):
@@ -202,4 +206,4 @@ class Worker:
             except StoreUnavailable:
                 if asyncio.get_running_loop().time() >= deadline:
                     raise
-                await asyncio.sleep(CLAIM_WAIT_S)
+                await asyncio.sleep(QUEUE_RETRY_S)

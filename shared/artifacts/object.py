@@ -28,23 +28,29 @@ from shared.artifacts.lease import LEASE_TTL_S, Lease
 from shared.artifacts.local import STALE_STAGING_S, LocalStore
 from shared.artifacts.record import MANIFEST_NAME, SIGNATURE_NAME, ManifestHead, is_artifact_id, read_head, seal, unseal
 from shared.artifacts.store import UNREADABLE, ArtifactHandle, ArtifactInfo, GCReport, ManifestVerifier, check_unused, not_found
-from shared.errors import ArtifactCorrupt, ArtifactNotFound, StoreUnavailable
+from shared.errors import ArtifactCorrupt, ArtifactNotFound, InUse, StoreUnavailable
 from shared.ids import ArtifactId, check_artifact_id, new_id
 from shared.manifest import FileEntry
 
-CACHE_BYTES = 64 << 30
-"""What a host keeps of the bucket at most, beside what it has open."""
-
+_CACHE_ATTEMPTS = 4
 _log = structlog.get_logger(__name__)
 
 
 class ObjectStore:
-    """ArtifactStore in `bucket`. `cache` is this host's, without a verifier of its own; `verifier` as in LocalStore."""
+    """ArtifactStore in `bucket`. `cache` is this host's, without a verifier of its own, and keeps at most `cache_bytes` beside
+    what is open; `verifier` as in LocalStore."""
 
     def __init__(
-        self, bucket: Bucket, cache: LocalStore, *, verifier: ManifestVerifier | None = None, clock: Callable[[], float] = time.time
+        self,
+        bucket: Bucket,
+        cache: LocalStore,
+        *,
+        cache_bytes: int,
+        verifier: ManifestVerifier | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._bucket, self._cache, self._verifier, self._clock = bucket, cache, verifier, clock
+        self._bucket, self._cache, self._cache_bytes = bucket, cache, cache_bytes
+        self._verifier, self._clock = verifier, clock
 
     def stage(self) -> AbstractContextManager[Path]:
         return self._cache.stage()
@@ -101,7 +107,8 @@ class ObjectStore:
         if not self.contains(checked):
             raise not_found(checked)
         check_unused(checked, self.list())
-        self._remove(checked, self._items(checked).get(checked, ()))
+        if not self._remove(checked, self._items(checked).get(checked, ())):
+            raise InUse(f"artifact {checked} was opened by a process meanwhile; unload it first")
 
     def gc(self, *, max_bytes: int | None = None, max_age_s: float | None = None) -> GCReport:
         chosen = choose_removals(self.list(), now_s=self._clock(), max_bytes=max_bytes, max_age_s=max_age_s)
@@ -111,7 +118,10 @@ class ObjectStore:
             doomed = items if artifact_id in chosen else self._garbage(artifact_id, items)
             doomed_bytes, all_bytes = sum(item.size for item in doomed), sum(item.size for item in items)
             try:
-                self._remove(artifact_id, doomed)
+                if not self._remove(artifact_id, doomed):
+                    failed.add(artifact_id)
+                    left += all_bytes
+                    continue
                 freed, left = freed + doomed_bytes, left + all_bytes - doomed_bytes
             except StoreUnavailable as error:
                 failed.add(artifact_id)
@@ -166,20 +176,32 @@ class ObjectStore:
         return False
 
     def _cached(self, manifest: bytes, head: ManifestHead) -> ArtifactHandle:
-        """A verified local copy of exactly this manifest; a damaged copy, or one of another manifest, is made anew."""
-        try:
-            if self._cache.manifest(head.artifact_id) == manifest:
-                return self._cache.open(head.artifact_id)
-        except (ArtifactNotFound, ArtifactCorrupt) as error:
-            _log.info("artifact fetched", artifact_id=head.artifact_id, cause=error.reason)
-        self._cache.discard(head.artifact_id)
+        """A verified local copy of exactly this manifest; a damaged copy, or one of another manifest, is made anew.
+
+        Other processes of this host fill the same cache: one may publish, or collect, what this one is about to.
+        """
+        for _ in range(_CACHE_ATTEMPTS):
+            try:
+                handle = self._cache.open(head.artifact_id)
+            except (ArtifactNotFound, ArtifactCorrupt) as error:
+                _log.info("artifact fetched", artifact_id=head.artifact_id, cause=error.reason)
+                self._fetch(manifest, head)
+                continue
+            if handle.manifest_bytes == manifest:
+                return handle
+            handle.close()
+            self._cache.discard(head.artifact_id)
+        raise StoreUnavailable(
+            f"the artifact cache lost {head.artifact_id} {_CACHE_ATTEMPTS} times while it was opened; is it full?"
+        )
+
+    def _fetch(self, manifest: bytes, head: ManifestHead) -> None:
+        """Make room, then copy the artifact into the cache, in place of a damaged copy."""
+        self._cache.gc(max_bytes=max(0, self._cache_bytes - head.size_bytes))
         with self._cache.stage() as staged:
             for entry in head.files:
                 self._download(head, entry, staged / entry.path)
             self._cache.publish(head.artifact_id, staged, manifest)
-        handle = self._cache.open(head.artifact_id)
-        self._cache.gc(max_bytes=CACHE_BYTES)
-        return handle
 
     def _download(self, head: ManifestHead, entry: FileEntry, target: Path) -> None:
         try:
@@ -220,7 +242,7 @@ class ObjectStore:
             size_bytes=sum(item.size for item in items),
             published_s=published_s,
             last_used_s=max(published_s, self._get_time(f"{artifact_id}/used")),
-            in_use=any(_is_lease(item) and self._get_time(item.path) >= self._clock() for item in items),
+            in_use=self._is_leased(items),
         )
 
     def _garbage(self, artifact_id: ArtifactId, items: Sequence[Item]) -> Sequence[Item]:
@@ -242,12 +264,22 @@ class ObjectStore:
 
         return tuple(item for item in items if is_garbage(item))
 
-    def _remove(self, artifact_id: ArtifactId, items: Sequence[Item]) -> None:
-        """The manifest first: from then on nobody begins to read the rest."""
+    def _remove(self, artifact_id: ArtifactId, items: Sequence[Item]) -> bool:
+        """The manifest first: from then on nobody begins to read the rest.
+
+        A reader puts its lease before it reads the manifest, so one that came between the listing and now has a lease to be
+        seen: the manifest is put back then, nothing else has gone, and the answer is False.
+        """
         manifest = _manifest_path(artifact_id)
         paths = [item.path for item in items]
-        self._bucket.delete([path for path in paths if path == manifest])
+        if manifest in paths:
+            sealed = self._bucket.get(manifest)
+            self._bucket.delete([manifest])
+            if sealed is not None and self._is_leased(self._bucket.items(f"{artifact_id}/leases")):
+                self._bucket.create(manifest, sealed)
+                return False
         self._bucket.delete([path for path in paths if path != manifest])
+        return True
 
     # Leases
 
@@ -259,6 +291,9 @@ class ObjectStore:
 
         renew()
         return Lease(renew, lambda: self._bucket.delete([path]))
+
+    def _is_leased(self, items: Sequence[Item]) -> bool:
+        return any(_is_lease(item) and self._get_time(item.path) >= self._clock() for item in items)
 
     def _put_time(self, path: str, seconds: float) -> None:
         self._bucket.put(path, repr(seconds).encode())

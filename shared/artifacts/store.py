@@ -42,7 +42,7 @@ class ArtifactInfo:
 
 @dataclass(frozen=True, slots=True)
 class GCReport:
-    """What a collection removed and what it leaves. `failed`: chosen, but their bytes could not all be removed this time."""
+    """What a collection removed and what it leaves. `failed`: chosen, but opened meanwhile or not removed to the last byte."""
 
     removed: tuple[ArtifactId, ...]
     failed: tuple[ArtifactId, ...]

@@ -68,19 +68,23 @@ def up_command(
     data: Annotated[Path, typer.Option(envvar="QUIRE_DATA", help="jobs, artifacts and logs live here")] = DEFAULT_DATA,
     compiler_address: Annotated[str, typer.Option(help="host:port; port 0 = any free port")] = COMPILER_ADDRESS,
     runtime_address: Annotated[str, typer.Option(help="host:port; port 0 = any free port")] = RUNTIME_ADDRESS,
+    redis: Annotated[str, typer.Option(help="redis:// URL of a queue that several compilers share; empty = a file in DATA")] = "",
+    store: Annotated[
+        str, typer.Option(help="s3://bucket/prefix (AWS_* variables name endpoint and keys) or a directory; empty = in DATA")
+    ] = "",
 ) -> None:
     """Run both services in the foreground and print one JSON line when they are ready."""
     session_of(context)
     directory = data.expanduser().resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    environment = {"QUIRE_DATA": str(directory)}
-    asyncio.run(
-        _serve(
-            environment | {"QUIRE_COMPILER_ADDRESS": compiler_address},
-            environment | {"QUIRE_RUNTIME_ADDRESS": runtime_address},
-            directory,
-        )
-    )
+    compiler = {"QUIRE_DATA": str(directory), "QUIRE_COMPILER_ADDRESS": compiler_address}
+    runtime = {"QUIRE_DATA": str(directory), "QUIRE_RUNTIME_ADDRESS": runtime_address}
+    # What is not given here may still come from the environment.
+    if redis:
+        compiler["QUIRE_COMPILER_REDIS_URL"] = redis
+    if store:
+        compiler["QUIRE_COMPILER_STORE"] = runtime["QUIRE_RUNTIME_STORE"] = store
+    asyncio.run(_serve(compiler, runtime, directory))
 
 
 async def _serve(compiler_environment: dict[str, str], runtime_environment: dict[str, str], directory: Path) -> None:

@@ -9,7 +9,7 @@ from shared.errors import BackendUnavailable
 from shared.jobs.queue import JobQueue, QueuePolicy
 from shared.jobs.sqlite import SQLiteQueue
 
-_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 async def open_queue(location: str, policy: QueuePolicy | None = None) -> JobQueue:
@@ -17,7 +17,7 @@ async def open_queue(location: str, policy: QueuePolicy | None = None) -> JobQue
 
     StoreUnavailable where it cannot be opened, BackendUnavailable for Redis without the extra `redis`.
     """
-    if not location.startswith(_REDIS_SCHEMES):
+    if not location.startswith(REDIS_SCHEMES):
         return await asyncio.to_thread(SQLiteQueue, Path(location), policy)
     try:
         from shared.jobs.redis import RedisQueue  # an extra: most installations have one compiler and no Redis

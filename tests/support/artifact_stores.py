@@ -110,13 +110,15 @@ class S3Backend:
     prefix: str
     caches: Path
     clock: MovableClock = field(default_factory=MovableClock)
+    cache_bytes: int = 64 << 30
 
     def __post_init__(self) -> None:
         self.bucket = Bucket(s3_store(self.url, self.prefix))
 
     def open(self, verifier: ManifestVerifier | None = None) -> ObjectStore:
         cache = self.caches / str(len(list(self.caches.iterdir())) if self.caches.exists() else 0)
-        return ObjectStore(self.bucket, LocalStore(cache, clock=self.clock), verifier=verifier, clock=self.clock)
+        host = LocalStore(cache, clock=self.clock)
+        return ObjectStore(self.bucket, host, cache_bytes=self.cache_bytes, verifier=verifier, clock=self.clock)
 
     def damage(self, artifact_id: str, name: str, change: Damage) -> None:
         path = f"{artifact_id}/{name}"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shared.artifacts.local import STALE_STAGING_S, LocalStore
-from shared.artifacts.locate import open_store
+from shared.artifacts.locate import StoreLocation, open_store
 from shared.artifacts.record import MANIFEST_NAME
 from shared.errors import ArtifactCorrupt, StoreUnavailable
 from tests.support.artifact_stores import FILES, A, B, LocalBackend, contents, fill, manifest_of, publish
@@ -188,7 +188,7 @@ def test_a_medium_that_fails_is_a_typed_error(local: LocalBackend, tmp_path: Pat
 
 
 def test_a_path_is_a_local_store(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path / "store"), cache=tmp_path / "cache")
+    store = open_store(StoreLocation(str(tmp_path / "store"), "", 0))
     publish(store)
     assert contents(store) == FILES
     assert not (tmp_path / "cache").exists()

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from shared.artifacts.local import STALE_STAGING_S
-from shared.artifacts.locate import open_store
+from shared.artifacts.locate import StoreLocation, open_store
 from shared.artifacts.object import ObjectStore
-from shared.artifacts.record import MANIFEST_NAME
-from shared.errors import ArtifactCorrupt, ArtifactNotFound, BackendUnavailable, StoreUnavailable
+from shared.artifacts.record import MANIFEST_NAME, ManifestHead
+from shared.artifacts.store import ArtifactInfo
+from shared.errors import ArtifactCorrupt, ArtifactNotFound, BackendUnavailable, FieldOutOfRange, InUse, StoreUnavailable
 from tests.support.artifact_stores import BUCKET, FILES, A, B, S3Backend, contents, publish
 
 
@@ -109,8 +110,8 @@ def test_the_cache_follows_the_bucket(s3: S3Backend) -> None:
         assert first.artifact_id == A
 
 
-def test_the_cache_is_bounded(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.artifacts.object.CACHE_BYTES", 15_000)
+def test_the_cache_is_bounded(s3: S3Backend) -> None:
+    s3.cache_bytes = 15_000
     for number in range(3):
         publish(s3.open(), f"{number:064x}", {"f": b"x" * 10_000})
     host = s3.open()
@@ -118,6 +119,48 @@ def test_the_cache_is_bounded(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) ->
         contents(host, f"{number:064x}")
         s3.clock.advance(10)
     assert len(host._cache.list()) == 1
+
+
+def test_two_processes_that_fill_one_cache_both_open(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other process publishes its copy while this one still downloads; neither takes the other's away."""
+    publish(s3.open())
+    host = s3.open()
+    twin = ObjectStore(s3.bucket, host._cache, cache_bytes=s3.cache_bytes, clock=s3.clock)
+    fetch, opened = host._fetch, []
+
+    def fetch_late(manifest: bytes, head: ManifestHead) -> None:
+        opened.append(twin.open(A))
+        fetch(manifest, head)
+
+    monkeypatch.setattr(host, "_fetch", fetch_late)
+    assert contents(host) == FILES
+    assert {name: path.read_bytes() for name, path in opened[0].paths.items()} == FILES
+    opened[0].close()
+
+
+@pytest.mark.parametrize("remove", ["gc", "delete"])
+def test_a_reader_that_comes_between_the_choice_and_the_removal_keeps_its_artifact(
+    s3: S3Backend, monkeypatch: pytest.MonkeyPatch, remove: str
+) -> None:
+    """BR-149 without a lock that spans hosts."""
+    publish(s3.open())
+    collector, reader = s3.open(), s3.open()
+    listed, handles = collector.list, []
+
+    def list_then_open() -> tuple[ArtifactInfo, ...]:
+        infos = listed()
+        handles.append(reader.open(A))
+        return infos
+
+    monkeypatch.setattr(collector, "list", list_then_open)
+    if remove == "gc":
+        report = collector.gc(max_bytes=0)
+        assert (report.removed, report.failed, report.freed_bytes) == ((), (A,), 0)
+    else:
+        with pytest.raises(InUse, match="meanwhile"):
+            collector.delete(A)
+    handles[0].close()
+    assert contents(s3.open()) == FILES
 
 
 def test_an_artifact_deleted_during_its_download_is_not_found(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,15 +244,20 @@ def test_an_s3_url_is_a_bucket(s3_url: str, s3: S3Backend, tmp_path: Path, monke
     }
     for name, value in variables.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    store = open_store(f"s3://{BUCKET}/{s3.prefix}", cache=tmp_path / "cache")
+    store = open_store(StoreLocation(f"s3://{BUCKET}/{s3.prefix}", str(tmp_path / "cache"), 1 << 30))
     assert publish(store)
     assert contents(s3.open()) == FILES
+
+
+def test_other_urls_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FieldOutOfRange, match="s3://bucket/prefix or a directory; got 'gs://x'"):
+        open_store(StoreLocation("gs://x", str(tmp_path), 0))
 
 
 def test_a_bucket_without_its_extra_is_a_typed_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     with pytest.raises(BackendUnavailable, match=r"quire\[s3\]"):
-        open_store("s3://bucket", cache=tmp_path)
+        open_store(StoreLocation("s3://bucket", str(tmp_path), 1 << 30))
     monkeypatch.setitem(sys.modules, "shared.artifacts.signing", None)
     with pytest.raises(BackendUnavailable, match=r"quire\[signing\]"):
-        open_store(str(tmp_path), cache=tmp_path, trusted_keys=[tmp_path / "key"])
+        open_store(StoreLocation(str(tmp_path), "", 0), trusted_keys=[tmp_path / "key"])

@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-from shared.artifacts.locate import open_store
+from shared.artifacts.locate import StoreLocation, open_store
 from shared.artifacts.record import SIGNATURE_NAME
 from shared.artifacts.signing import TrustedKeys, key_id, load_private_key, load_public_key, sign_manifest
 from shared.errors import ArtifactCorrupt, ArtifactUntrusted, FieldOutOfRange
@@ -117,7 +117,7 @@ def test_keys_come_from_pem_files(tmp_path: Path) -> None:
     private.write_bytes(KEY.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     public.write_bytes(KEY.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
     assert key_id(load_private_key(private).public_key()) == key_id(load_public_key(public)) == key_id(KEY.public_key())
-    store = open_store(str(tmp_path / "store"), cache=tmp_path / "cache", trusted_keys=[public])
+    store = open_store(StoreLocation(str(tmp_path / "store"), "", 0), trusted_keys=[public])
     publish(store)
     with pytest.raises(ArtifactUntrusted):
         store.open(A)

@@ -140,13 +140,13 @@ def start(tmp_path: Path) -> Starter:
         fields = {"data": tmp_path / "data", "address": "127.0.0.1:0", "model_roots": (models,)} | settings
         chosen = CompilerSettings(**fields)
         chosen.data_directory.mkdir(exist_ok=True)
-        queue = SQLiteQueue(chosen.queue_file, POLICY)
+        queue = SQLiteQueue(Path(chosen.queue_location), POLICY)
         async with (
             Compiler(chosen, queue, Launcher(chosen.build_directory, FAKE)) as compiler,
             grpc.aio.insecure_channel(compiler.address) as channel,
         ):
             stub = compiler_pb2_grpc.CompilerStub(channel)
-            yield Client(stub, compiler, models, LocalStore(chosen.artifacts_directory))
+            yield Client(stub, compiler, models, LocalStore(Path(chosen.store_location.place)))
 
     return started
 

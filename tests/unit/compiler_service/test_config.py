@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from compiler_service.config import CompilerSettings
+from shared.artifacts.locate import StoreLocation
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +31,32 @@ def test_model_roots_are_a_list_as_in_path(monkeypatch):
 def test_what_a_service_keeps_lies_under_its_data_directory(monkeypatch, tmp_path):
     monkeypatch.setenv("QUIRE_DATA", str(tmp_path))
     settings = CompilerSettings()
-    kept = (settings.queue_file, settings.digest_cache_file, settings.build_directory, settings.artifacts_directory)
-    assert all(path.is_relative_to(tmp_path) for path in kept)
-    assert len(set(kept)) == 4
+    store = settings.store_location
+    kept = (settings.queue_location, settings.digest_cache_file, settings.build_directory, store.place, store.cache)
+    assert all(Path(path).is_relative_to(tmp_path) for path in kept)
+    assert len({str(path) for path in kept}) == 5
+
+
+def test_queue_and_store_may_be_elsewhere(monkeypatch, tmp_path):
+    for name, value in {"REDIS_URL": "redis://redis:6379/0", "STORE": "s3://bucket/prefix", "STORE_CACHE_BYTES": "1000"}.items():
+        monkeypatch.setenv(f"QUIRE_COMPILER_{name}", value)
+    settings = CompilerSettings(data=tmp_path)
+    assert settings.queue_location == "redis://redis:6379/0"
+    assert settings.store_location == StoreLocation("s3://bucket/prefix", str(tmp_path / "artifact-cache"), 1000)
+    monkeypatch.setenv("QUIRE_COMPILER_STORE", "artifacts")
+    assert CompilerSettings().store_location.place == str(Path.cwd() / "artifacts")
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("BUILD_SLOTS", "0"), ("BUILD_SLOTS", "many"), ("EXPLAIN_TIMEOUT_S", "0"), ("RECLAIM_EVERY_S", "-1"), ("MAX_EXPLAINS", "0")],
+    [
+        ("BUILD_SLOTS", "0"),
+        ("BUILD_SLOTS", "many"),
+        ("EXPLAIN_TIMEOUT_S", "0"),
+        ("RECLAIM_EVERY_S", "-1"),
+        ("MAX_EXPLAINS", "0"),
+        ("REDIS_URL", "/a/path"),
+    ],
 )
 def test_bad_values(monkeypatch, name, value):
     monkeypatch.setenv(f"QUIRE_COMPILER_{name}", value)

@@ -14,6 +14,7 @@ import pytest
 
 from compiler_service.worker.build_process import Launcher
 from compiler_service.worker.worker import BuildPaths, Worker
+from shared.artifacts.locate import StoreLocation
 from shared.jobs.job import Job, JobEvent, JobLimits
 from shared.jobs.queue import QueuePolicy
 from shared.jobs.sqlite import SQLiteQueue
@@ -33,7 +34,8 @@ class Bench:
 
     def start_worker(self) -> Worker:
         launcher = Launcher(self.directory / "builds", FAKE)
-        worker = Worker(self.queue, f"worker-{len(self.workers)}", launcher, BuildPaths("store", "digests", ("/models",)))
+        paths = BuildPaths(StoreLocation("store", "", 0), "digests", ("/models",))
+        worker = Worker(self.queue, f"worker-{len(self.workers)}", launcher, paths)
         self.workers.append((worker, asyncio.create_task(worker.run())))
         return worker
 

@@ -15,6 +15,7 @@ from compiler_service.worker.protocol import (
     decode_request,
     encode,
 )
+from shared.artifacts.locate import StoreLocation
 from shared.jobs.job import JobError
 from tests.support.fake_build import CERTIFICATE
 
@@ -37,7 +38,7 @@ def test_a_message_is_one_line_and_comes_back(message):
 
 
 def test_a_request_comes_back():
-    request = Request(Verb.EXPLAIN, '{"source":"m"}', "/store", "/digests", ("/models", "/more"))
+    request = Request(Verb.EXPLAIN, '{"source":"m"}', StoreLocation("/store", "/cache", 1 << 30), "/digests", ("/models", "/more"))
     assert decode_request(encode(request)) == request
 
 
