@@ -1,7 +1,7 @@
 """`python -m runtime_service`: puts the runtime together and serves until SIGTERM or SIGINT.
 
-Prints one JSON line with the address once it serves. On a signal: readiness off, nothing more admitted, what runs may finish,
-the rest ends as retryable.
+Prints one JSON line with the address once it serves everything it starts with. On a signal: readiness off, nothing more admitted,
+what runs may finish, the rest ends as retryable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from runtime_service.service.inference import InferenceServicer
 from runtime_service.service.probes import report_health
 from shared.artifacts.locate import open_store
 from shared.artifacts.store import ArtifactStore
-from shared.errors import QuireError
+from shared.errors import FieldOutOfRange, QuireError
 from shared.pb.quire.v1 import control_pb2_grpc, inference_pb2_grpc
 from shared.rpc.server import Server, stop_signals
 from shared.telemetry.log import configure_logging
@@ -56,12 +56,19 @@ class Runtime:
     async def __aenter__(self) -> Runtime:
         self.address = await self.server.start()
         self.loop.start()
-        self._health = asyncio.create_task(report_health(self.server, self.loop, self._settings.hang_after_s))
+        self._health = asyncio.create_task(report_health(self.server, self.loop, self.engines, self._settings.hang_after_s))
+        self._starting = asyncio.create_task(asyncio.to_thread(self.engines.start))
         return self
+
+    async def started(self) -> None:
+        """Returns once everything it starts with is loaded; raises what prevents that."""
+        await asyncio.shield(self._starting)
 
     async def __aexit__(self, *_: object) -> None:
         """Drain and stop."""
         await self.server.begin_shutdown()
+        self.engines.stop()
+        await asyncio.wait([self._starting])
         self._health.cancel()
         with contextlib.suppress(QuireError):  # a loop that has died has nothing left to drain
             report = await asyncio.to_thread(self.loop.drain, self._settings.drain_s)
@@ -75,16 +82,20 @@ async def serve(settings: RuntimeSettings) -> None:
     store = open_store(settings.store_location, trusted_keys=settings.trusted_keys)
     runtime = Runtime(settings, store, EngineLoader())
     async with stop_signals() as stopped, runtime:
-        sys.stdout.write(json.dumps({"address": runtime.address}) + "\n")
-        sys.stdout.flush()
-        await stopped.wait()
+        stopping, started = asyncio.create_task(stopped.wait()), asyncio.create_task(runtime.started())
+        await asyncio.wait([stopping, started], return_when=asyncio.FIRST_COMPLETED)
+        if not stopping.done():
+            started.result()
+            sys.stdout.write(json.dumps({"address": runtime.address}) + "\n")
+            sys.stdout.flush()
+        await stopping
 
 
 def main() -> None:
     try:
         settings = RuntimeSettings()
         configure_logging("runtime", settings.log_level)
-    except ValueError as error:
+    except (ValueError, FieldOutOfRange) as error:
         sys.exit(f"bad settings: {error}")
     try:
         asyncio.run(serve(settings))

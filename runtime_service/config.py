@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from runtime_service.core.load_request import LoadRequest
 from shared.config import ServiceSettings, split_paths
 
 
@@ -19,6 +20,9 @@ class RuntimeSettings(ServiceSettings):
     address: str = "127.0.0.1:50062"
     trusted_keys: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(split_paths)] = ()
     """PEM files of Ed25519 public keys, a list as in PATH: with any, only artifacts signed by one of them are loaded."""
+
+    engines: tuple[LoadRequest, ...] = ()
+    """Served from the start on; as JSON: `[{"artifact_id": "...", "name": "chat", "num_pages": 512}]` (core/load_request.py)."""
 
     max_waiting_requests: int = Field(default=256, ge=1)
     max_prompt_bytes: int = Field(default=1024 * 1024, ge=1)
@@ -35,3 +39,8 @@ class RuntimeSettings(ServiceSettings):
     """A reader that takes no event for so long while some wait loses its stream."""
     hang_after_s: float = Field(default=120.0, gt=0)
     """Liveness fails when work is pending and no step has ended for so long."""
+
+    @property
+    def roster_file(self) -> Path:
+        """The engines to bring back (service/roster.py)."""
+        return self.data_directory / "runtime-engines.json"

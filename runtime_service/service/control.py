@@ -7,9 +7,10 @@ import asyncio
 import grpc
 
 from runtime_service.config import RuntimeSettings
+from runtime_service.core.load_request import LoadRequest
 from runtime_service.loop import ServingLoop
 from runtime_service.service import convert, describe
-from runtime_service.service.engines import Engines, LoadRequest
+from runtime_service.service.engines import Engines
 from shared.ids import RequestId, check_artifact_id, check_name
 from shared.pb.quire.v1 import control_pb2 as pb
 from shared.pb.quire.v1 import control_pb2_grpc
@@ -25,10 +26,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._settings = settings
 
     async def LoadEngine(self, request: pb.LoadEngineRequest, context: grpc.aio.ServicerContext) -> pb.LoadEngineResponse:
-        artifact_id = check_artifact_id(request.artifact_id)
         load = LoadRequest(
-            artifact_id=artifact_id,
-            name=check_name(request.name, field="name") if request.name else artifact_id[:12],
+            artifact_id=request.artifact_id,
+            name=request.name or check_artifact_id(request.artifact_id)[:12],
             num_pages=request.num_pages if request.HasField("num_pages") else None,
             kv_bytes=request.kv_bytes if request.HasField("kv_bytes") else None,
             compaction=convert.default_compaction(request.default_compaction) if request.HasField("default_compaction") else None,

@@ -6,52 +6,55 @@ import threading
 import time
 from concurrent.futures import Executor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+import structlog
 from tokenizers import Tokenizer
 
 from runtime_service.compaction.registry import check_policy
 from runtime_service.config import RuntimeSettings
+from runtime_service.core.load_request import LoadRequest
 from runtime_service.core.params import CompactionParams
 from runtime_service.engine.engine import Engine
 from runtime_service.loop import ServingLoop
 from runtime_service.service.convert import relabel
 from runtime_service.service.memory import available_bytes, default_pages, pages_within
 from runtime_service.service.prompts import PromptEncoder, PromptLimits
+from runtime_service.service.roster import MAX_ATTEMPTS, Roster, RosterEntry
 from shared.artifacts.record import read_head
 from shared.artifacts.store import ArtifactHandle, ArtifactStore
-from shared.errors import ArtifactCorrupt, FieldOutOfRange, InUse, ModelNotFound
+from shared.errors import ArtifactCorrupt, FieldOutOfRange, InUse, ModelNotFound, QuireError, Starting, Unavailable
 from shared.ids import ArtifactId
 from shared.manifest import EngineManifest
 from shared.profiles import Phase
 
+STORE_RETRY_S = 1.0
+"""Pause at the start before a store that did not answer is asked again."""
 _ENGINE_KIND = "engine"
 _TOKENIZER_FILE = "tokenizer.json"
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """What to serve under `name`. The pool has `num_pages` pages, or `kv_bytes` of them, or the server's choice."""
-
-    artifact_id: ArtifactId
-    name: str
-    num_pages: int | None = None
-    kv_bytes: int | None = None
-    compaction: CompactionParams | None = None
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine being served. `compaction` is applied to requests that do not choose; `num_pages` counts the dump page."""
+    """An engine being served as `request` asked. `num_pages` counts the dump page."""
 
-    name: str
+    request: LoadRequest
     manifest: EngineManifest
     num_pages: int
-    compaction: CompactionParams | None
     prompts: PromptEncoder
     load_s: float
+
+    @property
+    def name(self) -> str:
+        return self.request.name
+
+    @property
+    def compaction(self) -> CompactionParams | None:
+        """Applied to requests that do not choose."""
+        return self.request.compaction
 
     @property
     def kv_bytes(self) -> int:
@@ -77,6 +80,35 @@ class Engines:
         self._tokenising = tokenising
         self._lock = threading.Lock()
         self._loaded: dict[str, LoadedEngine] = {}
+        self._roster = Roster(settings.roster_file)
+        self._pending = {entry.request.name: entry for entry in self._roster.read()}
+        self._stopping = threading.Event()
+        self._started = not (settings.engines or self._pending)
+
+    @property
+    def is_started(self) -> bool:
+        """Whether everything this runtime serves from its start on is loaded."""
+        return self._started
+
+    def start(self) -> None:
+        """Load the engines of the settings, then those that were loaded when the runtime last ended.
+
+        Raises what keeps an engine of the settings from being loaded; one of the others is logged and given up. A store that does
+        not answer is waited for. Returns early after `stop()`.
+        """
+        if self._started:
+            return
+        for request in self._settings.engines:
+            self._load_at_start(request)
+        for entry in tuple(self._pending.values()):
+            self._bring_back(entry)
+        with self._lock:
+            self._remember()
+        self._started = not self._stopping.is_set()
+
+    def stop(self) -> None:
+        """Begin no further load at the start. What is loaded stays on the list of engines to bring back."""
+        self._stopping.set()
 
     def all(self) -> tuple[LoadedEngine, ...]:
         """In the order they were loaded."""
@@ -98,7 +130,9 @@ class Engines:
         with self._lock:
             present = self._loaded.get(request.name)
             if present is None:
-                return self._load(request)
+                loaded = self._load(request)
+                self._remember()
+                return loaded
             if present.manifest.artifact_id != request.artifact_id:
                 raise InUse(
                     f"{request.name} serves artifact {present.manifest.artifact_id}; unload it first, or load "
@@ -113,8 +147,45 @@ class Engines:
                 raise self._unknown(name)
             self._loop.remove_engine(name, grace_s)
             del self._loaded[name]
+            self._remember()
 
-    def _unknown(self, name: str) -> ModelNotFound:
+    def _load_at_start(self, request: LoadRequest) -> None:
+        while not self._stopping.is_set():
+            try:
+                self.load(request)
+                return
+            except Unavailable as error:
+                _log.warning("engine not loaded yet", engine=request.name, error=error.message)
+                self._stopping.wait(STORE_RETRY_S)
+
+    def _bring_back(self, entry: RosterEntry) -> None:
+        name = entry.request.name
+        with self._lock:
+            del self._pending[name]
+            if name in self._loaded:
+                return
+            if entry.attempts >= MAX_ATTEMPTS:
+                _log.error("engine given up: the runtime ended while it was loaded", engine=name, attempts=entry.attempts)
+                return
+            self._pending[name] = replace(entry, attempts=entry.attempts + 1)
+            self._remember()
+        try:
+            self._load_at_start(entry.request)
+        except QuireError as error:
+            _log.error("engine given up", engine=name, reason=error.reason, error=error.message)
+        if self._stopping.is_set():
+            self._pending[name] = entry
+        else:
+            del self._pending[name]
+
+    def _remember(self) -> None:
+        """With the lock held. Engines still to be brought back stay on the list."""
+        loaded = [RosterEntry(engine.request) for engine in self._loaded.values()]
+        self._roster.write([*loaded, *(entry for name, entry in self._pending.items() if name not in self._loaded)])
+
+    def _unknown(self, name: str) -> QuireError:
+        if not self._started:
+            return Starting(f"{name[:80]!r} is not loaded yet: the runtime is starting", retry_after_s=STORE_RETRY_S)
         loaded = ", ".join(self._loaded) or "none"
         return ModelNotFound(f"no engine {name[:80]!r} is loaded (loaded: {loaded}); load it or choose one of these")
 
@@ -135,16 +206,12 @@ class Engines:
             undo.pop_all()  # the engine holds both artifacts, and the loop the engine, from here on
         limits = PromptLimits(self._settings.max_prompt_bytes, self._settings.max_prompt_tokens)
         prompts = PromptEncoder(tokenizer, limits, self._tokenising)
-        loaded = LoadedEngine(request.name, manifest, num_pages, request.compaction, prompts, time.monotonic() - started)
+        loaded = LoadedEngine(request, manifest, num_pages, prompts, time.monotonic() - started)
         self._loaded[request.name] = loaded
         return loaded
 
     def _num_pages(self, request: LoadRequest, manifest: EngineManifest) -> int:
         if request.num_pages is not None:
-            if request.num_pages < 2:
-                raise FieldOutOfRange(
-                    f"num_pages must be at least 2 (one is the dump page); got {request.num_pages}", field="num_pages"
-                )
             return request.num_pages
         if request.kv_bytes is not None:
             return pages_within(request.kv_bytes, manifest.cache)

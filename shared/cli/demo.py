@@ -147,10 +147,11 @@ def main() -> None:
     with running_services(console) as session:
         artifact_id = compile_model(session, source, report)
         with session.control() as control:
-            engine = control.LoadEngine(control_pb2.LoadEngineRequest(artifact_id=artifact_id, name="demo", num_pages=128)).engine
-        report.load_s = engine.load_s
-        console.print(f"\n{QUESTION}\n", style="bold")
-        stream_answer(session, engine.name, report)
+            engine = control.LoadEngine(control_pb2.LoadEngineRequest(artifact_id=artifact_id, num_pages=128)).engine
+            report.load_s = engine.load_s
+            console.print(f"\n{QUESTION}\n", style="bold")
+            stream_answer(session, engine.name, report)
+            control.UnloadEngine(control_pb2.UnloadEngineRequest(name=engine.name))  # the next start would bring it back
         show(session, report, time.monotonic() - started)
 
 

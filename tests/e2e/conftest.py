@@ -116,6 +116,7 @@ def start_quire(data: Path, environment: dict[str, str] | None = None) -> Quire:
     command = [sys.executable, "-m", "shared.cli.main", "up", "--data", str(data)]
     command += ["--compiler-address", "127.0.0.1:0", "--runtime-address", "127.0.0.1:0"]
     data.mkdir(parents=True, exist_ok=True)
+    (data / "runtime-engines.json").unlink(missing_ok=True)  # what an earlier run had loaded is not part of this one
     with (data / "services.log").open("ab") as log:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, env=os.environ | (environment or {}), start_new_session=True

@@ -92,8 +92,11 @@ class TinyLoader:
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self.engines: list[TinyEngine] = []
+        self.allowed = threading.Event()
+        self.allowed.set()
 
     def load(self, engine: ArtifactHandle, model: ArtifactHandle) -> TinyEngine:
+        assert self.allowed.wait(60), "a test left the loader closed"
         manifest = decode_engine_manifest(engine.manifest_bytes)
         tiny = TinyEngine(layout=manifest.cache.layout, page_size=manifest.cache.page_size, max_len=manifest.cache.max_len)
         tiny.manifest = manifest
@@ -186,9 +189,9 @@ def finish_of(events, index=0) -> pb.Finished:
 
 
 @contextlib.asynccontextmanager
-async def serve(data: Path, word_size: int = 0, **settings) -> AsyncIterator[Served]:
+async def serve(data: Path, word_size: int = 0, loader: TinyLoader | None = None, **settings) -> AsyncIterator[Served]:
     gate = Gate()
-    loader = TinyLoader(gate)
+    loader = loader or TinyLoader(gate)
     store = LocalStore(data / "artifacts")
     publish_tiny(store, spaced_tokenizer(word_size))
     options = {"data": data, "address": "127.0.0.1:0", "drain_s": 0.0} | settings

@@ -42,6 +42,11 @@ def fast_polls(monkeypatch):
     monkeypatch.setattr(probes, "POLL_S", 0.005)
 
 
+class FakeEngines:
+    def __init__(self, is_started):
+        self.is_started = is_started
+
+
 class FakeLoop:
     def __init__(self, stalled_s, draining=False):
         self._stalled_s, self._draining = stalled_s, draining
@@ -54,18 +59,19 @@ class FakeLoop:
 
 
 @pytest.mark.parametrize(
-    ("stalled_s", "draining", "expected"),
+    ("stalled_s", "draining", "started", "expected"),
     [
-        (0.0, False, (True, True)),
-        (10.0, False, (True, True)),
-        (10.1, False, (False, False)),
-        (math.inf, False, (False, False)),
-        (0.0, True, (True, False)),
+        (0.0, False, True, (True, True)),
+        (10.0, False, True, (True, True)),
+        (10.1, False, True, (False, False)),
+        (math.inf, False, True, (False, False)),
+        (0.0, True, True, (True, False)),
+        (0.0, False, False, (True, False)),
     ],
 )
-def test_live_while_there_is_progress_ready_while_it_admits(stalled_s, draining, expected):
-    """BR-165 (a dead loop), BR-166 (a hung one); 0 is what an idle loop reports."""
-    assert probe(FakeLoop(stalled_s, draining), hang_after_s=10.0) == expected
+def test_live_while_there_is_progress_ready_while_it_admits(stalled_s, draining, started, expected):
+    """BR-165 (a dead loop), BR-166 (a hung one), BR-168 (a slow start); 0 is what an idle loop reports."""
+    assert probe(FakeLoop(stalled_s, draining), FakeEngines(started), hang_after_s=10.0) == expected
 
 
 async def test_a_running_server_is_live_and_ready(served):

@@ -1,0 +1,174 @@
+"""What a runtime serves from its start on: the engines of its settings, and those it served when it ended."""
+
+import asyncio
+import json
+
+import grpc
+import pytest
+
+from runtime_service.__main__ import main
+from runtime_service.service import engines, probes
+from runtime_service.service.roster import MAX_ATTEMPTS
+from shared.artifacts.local import LocalStore
+from shared.errors import ArtifactNotFound, StoreUnavailable
+from shared.pb.quire.v1 import control_pb2 as pb
+from shared.pb.quire.v1 import inference_pb2
+from shared.rpc.status import from_rpc_error
+from tests.contract.runtime.conftest import LINEAR_ID, NUM_PAGES, PAGED_ID, Gate, TinyLoader, generate, serve, tokens_of
+from tests.contract.runtime.test_health import NOT_SERVING, SERVING, health, until
+from tests.support.tiny_engine import Oracle
+
+PROMPT = [3, 1, 4, 1, 5]
+CHAT = {"artifact_id": PAGED_ID, "name": "chat", "num_pages": NUM_PAGES}
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch):
+    monkeypatch.setattr(probes, "POLL_S", 0.005)
+    monkeypatch.setattr(engines, "STORE_RETRY_S", 0.0)
+
+
+async def names(served):
+    return [engine.name for engine in (await served.control.ListEngines(pb.ListEnginesRequest())).engines]
+
+
+async def test_what_was_loaded_comes_back_as_it_was_and_what_was_unloaded_does_not(tmp_path):
+    compaction = pb.CompactionDefaults(name="sink_recent", budget=16, interval=4)
+    async with serve(tmp_path) as served:
+        first = await served.load(default_compaction=compaction)
+        await served.load(LINEAR_ID, name="linear", num_pages=3)
+        await served.load(name="gone")
+        await served.control.UnloadEngine(pb.UnloadEngineRequest(name="gone"))
+    async with serve(tmp_path) as served:
+        await served.runtime.started()
+        back, linear = (await served.control.ListEngines(pb.ListEnginesRequest())).engines
+        back.load_s = first.load_s
+        assert back == first
+        assert (linear.name, linear.num_pages) == ("linear", 3)
+        assert tokens_of(await served.events(generate(PROMPT, kv=inference_pb2.KVOptions(off=True)))) == Oracle().expected_tokens(
+            PROMPT, 8
+        )
+
+
+async def test_ready_only_when_the_engines_of_the_settings_are_loaded(tmp_path):
+    """BR-168: live at once, ready when it can serve; until then clients hear that it is starting, and when to come again."""
+    loader = TinyLoader(Gate())
+    loader.allowed.clear()
+    async with serve(tmp_path, loader=loader, engines=(CHAT,)) as served:
+        await until(served, "liveness", SERVING)
+        assert await health(served, "readiness") == NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await served.events(generate(PROMPT, engine="chat"))
+        error = from_rpc_error(caught.value)
+        assert (error.reason, error.retryable, error.retry_after_s is not None) == ("STARTING", True, True)
+        loader.allowed.set()
+        await served.runtime.started()
+        await until(served, "readiness", SERVING)
+        assert tokens_of(await served.events(generate(PROMPT, engine="chat"))) == Oracle().expected_tokens(PROMPT, 8)
+
+
+async def test_an_engine_of_the_settings_that_cannot_be_loaded_ends_the_start(tmp_path):
+    async with serve(tmp_path, engines=(CHAT | {"artifact_id": "9" * 64},)) as served:
+        with pytest.raises(ArtifactNotFound):
+            await served.runtime.started()
+        assert await health(served, "readiness") == NOT_SERVING
+
+
+async def test_an_engine_that_is_gone_does_not_keep_the_others_from_being_served(tmp_path):
+    async with serve(tmp_path) as served:
+        await served.load(name="one")
+        await served.load(LINEAR_ID, name="two", num_pages=3)
+    roster = tmp_path / "runtime-engines.json"
+    roster.write_text(roster.read_text().replace(PAGED_ID, "9" * 64))
+    for _ in range(2):
+        async with serve(tmp_path) as served:
+            await served.runtime.started()
+            await until(served, "readiness", SERVING)
+            assert await names(served) == ["two"]
+
+
+async def test_the_settings_win_over_what_was_loaded_under_their_name(tmp_path):
+    async with serve(tmp_path) as served:
+        await served.load(LINEAR_ID, name="chat", num_pages=3)
+    async with serve(tmp_path, engines=(CHAT,)) as served:
+        await served.runtime.started()
+        (engine,) = (await served.control.ListEngines(pb.ListEnginesRequest())).engines
+        assert engine.artifact_id == PAGED_ID
+
+
+async def test_a_store_that_does_not_answer_is_waited_for(tmp_path, monkeypatch):
+    opened, outages = LocalStore.open, iter(range(3))
+
+    def open_late(store, artifact_id):
+        if next(outages, None) is not None:
+            raise StoreUnavailable("the bucket does not answer")
+        return opened(store, artifact_id)
+
+    monkeypatch.setattr(LocalStore, "open", open_late)
+    async with serve(tmp_path, engines=(CHAT,)) as served:
+        await served.runtime.started()
+        assert await names(served) == ["chat"]
+
+
+async def test_a_stop_during_the_start_ends_it_and_forgets_nothing(tmp_path, monkeypatch):
+    async with serve(tmp_path) as served:
+        await served.load(name="one")
+        await served.load(LINEAR_ID, name="two", num_pages=3)
+    before = json.loads((tmp_path / "runtime-engines.json").read_bytes())
+
+    def never(store, artifact_id):
+        raise StoreUnavailable("the bucket does not answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStore, "open", never)
+        async with serve(tmp_path):
+            await asyncio.sleep(0)
+    after = json.loads((tmp_path / "runtime-engines.json").read_bytes())
+    assert sorted(map(json.dumps, after)) == sorted(map(json.dumps, before))
+
+
+class DeadlyLoader(TinyLoader):
+    """Loading takes the process down, as far as an exception can stand for that."""
+
+    def load(self, engine, model):
+        raise RuntimeError("the process dies")
+
+
+async def test_an_engine_that_takes_the_process_down_is_given_up_after_some_starts(tmp_path):
+    async with serve(tmp_path) as served:
+        await served.load(name="deadly")
+    roster = tmp_path / "runtime-engines.json"
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        async with serve(tmp_path, loader=DeadlyLoader(Gate())) as served:
+            with pytest.raises(RuntimeError):
+                await served.runtime.started()
+        entries = json.loads(roster.read_bytes())
+        assert [entry["attempts"] for entry in entries] == [attempt]
+    async with serve(tmp_path, loader=DeadlyLoader(Gate())) as served:
+        await served.runtime.started()
+        assert await names(served) == []
+        assert await health(served, "readiness") == SERVING
+
+
+@pytest.mark.parametrize("content", ["", "{", '[{"request": 1}]', "[" * 10_000, '[{"request": {"artifact_id": "x", "name": "x"}}]'])
+async def test_a_damaged_list_of_engines_does_not_keep_the_runtime_down(tmp_path, content):
+    (tmp_path / "runtime-engines.json").write_text(content)
+    async with serve(tmp_path) as served:
+        await served.load()
+        assert await names(served) == ["tiny"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"artifact_id": "x"}, "artifact_id must be 64 lower-case hex digits"),
+        ({"name": "../x"}, "name must be 1 to 128"),
+        ({"pages": 3}, "pages"),
+        ({"num_pages": 1}, "num_pages must be at least 2"),
+        ({"kv_bytes": 1}, "num_pages or kv_bytes, not both"),
+    ],
+)
+def test_bad_engines_in_the_settings_are_named(monkeypatch, changes, complaint):
+    monkeypatch.setenv("QUIRE_RUNTIME_ENGINES", json.dumps([CHAT | changes]))
+    with pytest.raises(SystemExit, match=f"(?s)bad settings.*{complaint}"):
+        main()
