@@ -18,6 +18,7 @@ from compiler_service.ingest.digest import DigestCache
 from compiler_service.ingest.program import ProgramModel, open_program
 from compiler_service.ingest.source import SourceKind, locate
 from compiler_service.lowering.adopt import adopt_program
+from compiler_service.lowering.device import on_device
 from compiler_service.proof.certificate import ProofReport
 from compiler_service.proof.decoder import prove_decoder
 from compiler_service.publish import certify, engine_key, engine_manifest
@@ -72,7 +73,7 @@ def build(spec: CompileSpec, workspace: Workspace, progress: Progress, before_pu
     with ingest(source, spec.dtype, store, workspace.digests, lambda f, m: progress(Stage.LOAD, f, m)) as (model, was_converted):
         progress(Stage.LOAD, 1.0, f"{model.name}, {'weights reused' if was_converted else 'weights converted'}")
         definition = open_program(source) if source.kind is SourceKind.PROGRAM else model.config
-        exported = _export(spec, backend, definition, progress)
+        exported = on_device(_export(spec, backend, definition, progress), backend.program_device)
         linear, report = _prove(exported, backend, progress)
         report.require()
         program = backend.place_caches(linear, report)
@@ -99,7 +100,7 @@ def explain(spec: CompileSpec, workspace: Workspace, progress: Progress) -> tupl
     progress(Stage.FETCH, 0.0, spec.source)
     with open_source(locate(spec.source, workspace.model_roots)) as opened:
         definition = opened if isinstance(opened, ProgramModel) else opened.config
-        exported = _export(spec, backend, definition, progress)
+        exported = on_device(_export(spec, backend, definition, progress), backend.program_device)
     return _prove(exported, backend, progress)[1].certificates
 
 

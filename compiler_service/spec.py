@@ -64,7 +64,7 @@ class CompileSpec:
             _require(bool(_TARGET.fullmatch(target)), "targets", "cpu or smNN", target)
         _require(not self.allow_copying, "allow_copying", f"false for {self.backend}, which has no copying fallback", True)
         if self.backend == "inductor":
-            _require(self.targets == ("cpu",), "targets", "cpu alone for the inductor backend", ",".join(self.targets))
+            _require(len(self.targets) == 1, "targets", "cpu or one compute capability for inductor", ",".join(self.targets))
         else:
             _require("cpu" not in self.targets, "targets", f"compute capabilities for {self.backend}", ",".join(self.targets))
             _require(self.layout is Layout.LINEAR, "layout", f"linear for {self.backend}", self.layout.value)

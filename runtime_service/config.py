@@ -34,7 +34,9 @@ class RuntimeSettings(ServiceSettings):
     """Longest life of a request, the wait included; also the life of one that does not say."""
 
     kv_memory_fraction: float = Field(default=0.25, gt=0, le=0.9)
-    """Share of the available memory that an engine's KV pools may take when its load request does not say."""
+    """Share of the host's available memory that an engine's KV pools may take when its load request does not say."""
+    device_margin_bytes: int = Field(default=4 << 30, ge=0)
+    """Memory of a GPU that stays free when a load request leaves the pools' size to the server: steps and their graphs need it."""
     stall_after_s: float = Field(default=30.0, gt=0)
     """A reader that takes no event for so long while some wait loses its stream."""
     hang_after_s: float = Field(default=120.0, gt=0)

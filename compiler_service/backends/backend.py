@@ -33,13 +33,17 @@ class BuiltEngine:
 
 
 class Backend(Protocol):
-    """One backend, set up for one build. `static_cache`: it needs the caches' length in the program."""
+    """One backend, set up for one build. `static_cache`: it needs the caches' length in the program; `program_device`: where the
+    program it takes lies, `cpu` or `cuda`."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def static_cache(self) -> bool: ...
+
+    @property
+    def program_device(self) -> str: ...
 
     @property
     def target(self) -> Target: ...

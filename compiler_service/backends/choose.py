@@ -12,5 +12,5 @@ from compiler_service.spec import CompileSpec
 def choose_backend(spec: CompileSpec) -> Backend:
     """BackendUnavailable, before any work is done, where this host cannot build for it."""
     if spec.backend == "inductor":
-        return InductorBackend.on_this_host()
+        return InductorBackend.for_target(spec.targets[0])
     return TensorRTBackend.for_targets(Flavour(spec.backend), spec.targets)

@@ -88,19 +88,20 @@ def export_decoder(
     batch_dim = Dim("batch", min=batch.min, max=batch.max)
     len_dim = Dim("query_len", min=query_len.min, max=query_len.max)
     cache_dims = {0: batch_dim} if static_cache else {0: batch_dim, 2: Dim("max_len", min=2, max=_MAX_LEN_BOUND)}
-    program = export(
-        LiftedStep(DecoderStep(model, spec)),
-        (ids, ids.clone(), per_row, per_row.clone(), k_cache, v_cache),
-        dynamic_shapes={
-            INPUT_IDS: {0: batch_dim, 1: len_dim},
-            POSITION_IDS: {0: batch_dim, 1: len_dim},
-            WRITE_START: {0: batch_dim},
-            LAST_INDEX: {0: batch_dim},
-            "k_cache": [cache_dims] * spec.num_layers,
-            "v_cache": [cache_dims] * spec.num_layers,
-        },
-        strict=False,
-    )
+    with torch.no_grad():  # torch 2.11 would keep the model's own no_grad as a graph inside the graph
+        program = export(
+            LiftedStep(DecoderStep(model, spec)),
+            (ids, ids.clone(), per_row, per_row.clone(), k_cache, v_cache),
+            dynamic_shapes={
+                INPUT_IDS: {0: batch_dim, 1: len_dim},
+                POSITION_IDS: {0: batch_dim, 1: len_dim},
+                WRITE_START: {0: batch_dim},
+                LAST_INDEX: {0: batch_dim},
+                "k_cache": [cache_dims] * spec.num_layers,
+                "v_cache": [cache_dims] * spec.num_layers,
+            },
+            strict=False,
+        )
     bindings = [INPUT_IDS, POSITION_IDS, WRITE_START, LAST_INDEX]
     bindings += [cache_name(layer, kind) for kind in ("k", "v") for layer in range(spec.num_layers)]
     inputs = dict(zip(program.graph_signature.user_inputs, bindings, strict=True))

@@ -62,7 +62,8 @@ def sample_of(placeholder: fx.Node) -> Tensor:
     """A tensor of the sizes tracing saw. Its values mean nothing, so a long cache takes addresses and no memory."""
     value = placeholder.meta["val"]
     assert isinstance(value, FakeTensor)
-    return torch.empty([size if isinstance(size, int) else size.node.hint for size in value.shape], dtype=value.dtype)
+    sizes = [size if isinstance(size, int) else size.node.hint for size in value.shape]
+    return torch.empty(sizes, dtype=value.dtype, device=value.device)
 
 
 def _program(

@@ -32,7 +32,10 @@ def check_inputs(inputs: EngineInputs, manifest: EngineManifest, num_pages: int)
     capacity = width * cache.page_size
     if query_len > capacity:
         raise FieldOutOfRange(f"{query_len} new tokens a row do not fit into {width} pages of {cache.page_size}", field=BLOCK_TABLE)
-    _check(INPUT_IDS, inputs.input_ids, (batch, query_len), manifest.model.vocab_size)
+    if inputs.input_ids.device.type == "cpu":
+        _check(INPUT_IDS, inputs.input_ids, (batch, query_len), manifest.model.vocab_size)
+    elif inputs.input_ids.dtype is not int32:
+        raise FieldOutOfRange(f"{INPUT_IDS} must be int32; got {inputs.input_ids.dtype}", field=INPUT_IDS)
     _check(POSITION_IDS, inputs.position_ids, (batch, query_len), manifest.model.max_position)
     _check(WRITE_START, inputs.write_start, (batch,), capacity - query_len + 1)
     _check(LAST_INDEX, inputs.last_index, (batch,), query_len)

@@ -15,6 +15,8 @@ from shared.manifest import EngineManifest
 class EngineInputs:
     """One step of `batch` rows with `query_len` new tokens each: int32 tensors on the host, described in shared/bindings.py.
 
+    `input_ids` may lie on the engine's device: ids sampled there, which nobody on the host has seen and everybody trusts.
+
     A row with fewer real tokens is padded at its end; a padded cell is written behind the row's real ones, so the row's block
     table maps it to a page of its own or to the dump page. A padding row has write_start 0 and a block table of zeros.
     """

@@ -1,9 +1,10 @@
-"""An AOTInductor engine on the CPU behind the Engine protocol."""
+"""An AOTInductor engine behind the Engine protocol."""
 
 from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
+from typing import Protocol
 
 import torch
 
@@ -17,31 +18,52 @@ from shared.inductor.package import BoundPackage
 from shared.manifest import EngineManifest
 
 
+class Steps(Protocol):
+    """How checked inputs become logits on one kind of device."""
+
+    def run(self, inputs: EngineInputs, pool: KVPool) -> torch.Tensor: ...
+
+
+class HostSteps:
+    """On the CPU: the package is called with the inputs as they are."""
+
+    def __init__(self, package: BoundPackage, manifest: EngineManifest) -> None:
+        self._package = package
+        self._inputs = input_names(manifest)
+
+    def run(self, inputs: EngineInputs, pool: KVPool) -> torch.Tensor:
+        return self._package.run([*(getattr(inputs, name) for name in self._inputs), *pool.tensors])
+
+
+def input_names(manifest: EngineManifest) -> tuple[str, ...]:
+    """The engine's inputs but the pools, in call order: fields of EngineInputs."""
+    return tuple(binding.name for binding in manifest.bindings if binding.role is Role.INPUT)
+
+
 class InductorEngine:
     """Engine over a bound package. Holds `weights` so that the next engine of the model finds them mapped.
 
     `resources` are released by `close()`: the leases of the artifacts whose files are mapped.
     """
 
-    def __init__(self, manifest: EngineManifest, package: BoundPackage, weights: ModelWeights, resources: ExitStack) -> None:
+    def __init__(self, manifest: EngineManifest, steps: Steps, weights: ModelWeights, resources: ExitStack) -> None:
         self.manifest = manifest
-        self._package: BoundPackage | None = package
+        self._steps: Steps | None = steps
         self._weights: ModelWeights | None = weights
         self._resources = resources
-        self._inputs = tuple(b.name for b in manifest.bindings if b.role is Role.INPUT)
         self._checked_pool: weakref.ref[KVPool] | None = None
 
     def run(self, inputs: EngineInputs, pool: KVPool) -> torch.Tensor:
         """See Engine.run. A pool is checked when it is first used, inputs on every call."""
-        if self._package is None:
+        if self._steps is None:
             raise InternalError(f"engine {self.manifest.artifact_id} is closed")
         if self._checked_pool is None or self._checked_pool() is not pool:
             check_pool(pool, self.manifest)
             self._checked_pool = weakref.ref(pool)
         check_inputs(inputs, self.manifest, pool.num_pages)
-        return self._package.run([*(getattr(inputs, name) for name in self._inputs), *pool.tensors])
+        return self._steps.run(inputs, pool)
 
     def close(self) -> None:
         """Let go of the code, the weights and the artifacts. Idempotent."""
-        self._package = self._weights = None
+        self._steps = self._weights = None
         self._resources.close()

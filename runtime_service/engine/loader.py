@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from runtime_service.engine.engine import Engine
-from runtime_service.engine.inductor import InductorEngine
+from runtime_service.engine.graphs import GraphedSteps
+from runtime_service.engine.inductor import HostSteps, InductorEngine
 from runtime_service.engine.tensorrt import library
 from runtime_service.engine.tensorrt.engine import TensorRTEngine, load_plan
 from runtime_service.engine.weights import ModelWeights, WeightsCache
 from shared.artifacts.store import ArtifactHandle
 from shared.bindings import Role, pool_name
 from shared.compatibility import Device, Level, compare
-from shared.errors import EngineIncompatible
+from shared.errors import EngineIncompatible, MemoryExhausted
 from shared.inductor.files import CONSTANTS_FILE, PACKAGE_DIRECTORY
 from shared.inductor.isa import host_features
 from shared.inductor.package import Package
@@ -44,8 +46,14 @@ class EngineLoader:
         """The engine, bound to the model's weights. Takes both handles over: they are closed with it, or when loading fails.
 
         EngineIncompatible, naming the field, when the engine was not built for this host, these libraries or this model, or
-        when it fails its probe; ArtifactCorrupt when a manifest or the package cannot be read.
+        when it fails its probe; ArtifactCorrupt when a manifest or the package cannot be read; MemoryExhausted when a GPU is full.
         """
+        try:
+            return self._load(engine, model)
+        except torch.OutOfMemoryError as error:
+            raise MemoryExhausted(f"the GPU has no room for the engine and its weights: {error}. Unload another engine") from error
+
+    def _load(self, engine: ArtifactHandle, model: ArtifactHandle) -> Engine:
         with ExitStack() as resources:
             resources.callback(engine.close)
             resources.callback(model.close)
@@ -57,13 +65,16 @@ class EngineLoader:
                 weights = self._weights.get(model_id, model.path(WEIGHTS_FILE), "cuda")
                 launcher = load_plan(manifest, engine.path(PLAN_FILE), _bound_weights(manifest, weights))
                 return TensorRTEngine(manifest, launcher, weights, resources.pop_all())
-            package = Package(engine.path(_PACKAGE_MARKER).parent)
+            device = manifest.target.device
+            package = Package(engine.path(_PACKAGE_MARKER).parent, device)
             check_package(manifest, package)
-            weights = self._weights.get(model_id, model.path(WEIGHTS_FILE))
-            bound = package.bind({**load_file(engine.path(CONSTANTS_FILE)), **_bound_weights(manifest, weights)})
-            if faults := find_faults(bound.run, manifest.cache, manifest.profiles, manifest.model.vocab_size):
+            weights = self._weights.get(model_id, model.path(WEIGHTS_FILE), device)
+            constants = load_file(engine.path(CONSTANTS_FILE), device=device)
+            bound = package.bind({**constants, **_bound_weights(manifest, weights)})
+            if faults := find_faults(bound.run, manifest.cache, manifest.profiles, manifest.model.vocab_size, device):
                 _require("probe", "no fault", "; ".join(faults))
-            return InductorEngine(manifest, bound, weights, resources.pop_all())
+            steps = HostSteps(bound, manifest) if device == "cpu" else GraphedSteps(bound.run, manifest)
+            return InductorEngine(manifest, steps, weights, resources.pop_all())
 
 
 def check_host(manifest: EngineManifest) -> None:
@@ -72,9 +83,16 @@ def check_host(manifest: EngineManifest) -> None:
         library.check_host(manifest)
         return
     _require("backend", "inductor", manifest.backend)
-    found = compare(manifest, Device("cpu", host_features(), "", runtime_toolchain()))
+    found = compare(manifest, _device_for(manifest))
     if found.level is Level.UNSUPPORTED:
         _require(found.field, found.expected, found.got)
+
+
+def _device_for(manifest: EngineManifest) -> Device:
+    """The device of this host that the engine would run on."""
+    if manifest.target.device == "cuda" and torch.cuda.is_available():
+        return Device("cuda", frozenset(), f"sm{''.join(map(str, torch.cuda.get_device_capability()))}", runtime_toolchain())
+    return Device("cpu", host_features(), "", runtime_toolchain())
 
 
 def check_package(manifest: EngineManifest, package: Package) -> None:

@@ -20,7 +20,7 @@ from runtime_service.core.params import CompactionParams
 from runtime_service.engine.engine import Engine
 from runtime_service.loop import ServingLoop
 from runtime_service.service.convert import relabel
-from runtime_service.service.memory import available_bytes, default_pages, pages_within
+from runtime_service.service.memory import available_bytes, available_device_bytes, default_pages, pages_within
 from runtime_service.service.prompts import PromptEncoder, PromptLimits
 from runtime_service.service.roster import MAX_ATTEMPTS, Roster, RosterEntry
 from shared.artifacts.record import read_head
@@ -215,7 +215,10 @@ class Engines:
             return request.num_pages
         if request.kv_bytes is not None:
             return pages_within(request.kv_bytes, manifest.cache)
-        share = int(available_bytes() * self._settings.kv_memory_fraction)
+        if manifest.target.device == "cpu":
+            share = int(available_bytes() * self._settings.kv_memory_fraction)
+        else:
+            share = available_device_bytes(self._settings.device_margin_bytes)
         return default_pages(manifest.cache, manifest.profiles[Phase.DECODE].batch.max, share)
 
 

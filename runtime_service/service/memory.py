@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from shared.errors import MemoryExhausted
 from shared.kv_spec import KVCacheSpec
 
@@ -19,6 +21,16 @@ def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
     if not limit.exists() or (text := limit.read_text().strip()) == "max":
         return host
     return max(0, min(host, int(text) - int(used.read_text())))
+
+
+def available_device_bytes(margin_bytes: int) -> int:
+    """Memory of the GPU that pools may still take: what is free but for `margin_bytes`, which steps and their graphs work in.
+
+    What torch holds in reserve and does not use counts as free.
+    """
+    torch.cuda.empty_cache()
+    free, _total = torch.cuda.mem_get_info()
+    return max(0, free - margin_bytes)
 
 
 def pages_within(num_bytes: int, spec: KVCacheSpec) -> int:

@@ -7,6 +7,8 @@ Running a package before its constants are loaded is a segmentation fault inside
 from __future__ import annotations
 
 import json
+import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,13 +43,14 @@ class PoolUse:
 class Package:
     """A package opened from its directory. Its library is mapped and its facts are known; it cannot run.
 
-    ArtifactCorrupt when the directory holds no readable package. Opening maps native code: check the host's CPU first.
+    `device` is what it was built for, `cpu` or `cuda`. ArtifactCorrupt when the directory holds no readable package. Opening
+    maps native code: check the host first.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, device: str = "cpu") -> None:
         load_ops()
         try:
-            self._loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(directory), _MODEL_NAME, False, 1, -1)
+            self._loader: Any = _open(directory, single_threaded=device != "cpu")
         except RuntimeError as error:
             raise ArtifactCorrupt(f"{directory} should hold an unpacked AOTInductor package; {error}") from error
         self.cpu_isa: str = self._loader.get_metadata()["AOTI_CPU_ISA"]
@@ -84,6 +87,20 @@ class BoundPackage:
         (output,) = self._loader.boxed_run(list(inputs))
         assert isinstance(output, Tensor)
         return output
+
+
+def _open(directory: Path, *, single_threaded: bool) -> Any:
+    """`single_threaded` leaves out the events that torch otherwise records around a run, which no CUDA graph may contain."""
+    arguments = (_MODEL_NAME, single_threaded, 1, -1)
+    if torch.torch_version.TorchVersion(torch.__version__) >= "2.13":
+        return torch._C._aoti.AOTIModelPackageLoader(str(directory), *arguments)
+    # Older releases open archives alone, and unpack them for themselves.
+    with tempfile.NamedTemporaryFile(suffix=".pt2") as packed:
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
+            for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+                archive.write(path, Path("engine") / path.relative_to(directory))
+        packed.flush()
+        return torch._C._aoti.AOTIModelPackageLoader(packed.name, *arguments)
 
 
 def _pool_uses(directory: Path) -> Iterator[PoolUse]:

@@ -20,27 +20,32 @@ from shared.profiles import OptimizationProfile, Phase, ProfileSet
 
 Run = Callable[[list[Tensor]], Tensor]
 """Inputs in the engine's order, pools last -> logits."""
+Make = Callable[..., SampleStep]
+"""`sample_step` for one cache, vocabulary and device."""
 
 _TOKENS = 4
 """New tokens of a row in the consistency check: enough to lie on both sides of a page border."""
 _POOL_GROWTH = 8
 
 
-def find_faults(run: Run, cache: KVCacheSpec, profiles: ProfileSet, vocab_size: int) -> list[str]:
-    """Everything wrong with the engine; empty if nothing was found. Takes about ten steps of the smallest shapes."""
+def find_faults(run: Run, cache: KVCacheSpec, profiles: ProfileSet, vocab_size: int, device: str) -> list[str]:
+    """Everything wrong with the engine on `device`; empty if nothing was found. Takes about ten steps of the smallest shapes."""
+    make = partial(sample_step, cache, vocab_size, device=device)
     try:
-        faults = [fault for p in profiles.profiles for fault in _foreign_writes(run, cache, p, vocab_size)]
-        faults += _copies(run, cache, profiles[Phase.DECODE], vocab_size)
-        faults += _inconsistency(run, cache, profiles, vocab_size)
+        faults = [fault for p in profiles.profiles for fault in _foreign_writes(run, make, cache, p, vocab_size)]
+        faults += _copies(run, make, cache, profiles[Phase.DECODE])
+        faults += _inconsistency(run, make, cache, profiles)
+    except torch.OutOfMemoryError:  # no fault of the engine's
+        raise
     except RuntimeError as error:  # what AOTInductor raises when a step does not run
         return [f"a step does not run: {error}"]
     return faults
 
 
-def _foreign_writes(run: Run, cache: KVCacheSpec, shape: OptimizationProfile, vocab_size: int) -> Iterator[str]:
+def _foreign_writes(run: Run, make: Make, cache: KVCacheSpec, shape: OptimizationProfile, vocab_size: int) -> Iterator[str]:
     """The new tokens' cells must change, at the caller's addresses, and no other bit of any pool."""
     batch, query_len = shape.batch.min, shape.query_len.min
-    step = sample_step(cache, vocab_size, batch=batch, query_len=query_len, start=_start(cache, query_len))
+    step = make(batch=batch, query_len=query_len, start=_start(cache, query_len))
     before = [pool[..., :NOISE_CELLS, :].clone() for pool in step.pools]
     logits = run(step.inputs)
     if logits.shape != (batch, vocab_size) or logits.dtype is not torch.float32 or not torch.isfinite(logits).all():
@@ -55,22 +60,16 @@ def _foreign_writes(run: Run, cache: KVCacheSpec, shape: OptimizationProfile, vo
             yield f"{shape.name}: layer {layer} leaves cells of new tokens as they were"
 
 
-def _copies(run: Run, cache: KVCacheSpec, shape: OptimizationProfile, vocab_size: int) -> Iterator[str]:
+def _copies(run: Run, make: Make, cache: KVCacheSpec, shape: OptimizationProfile) -> Iterator[str]:
     """What a step allocates must not depend on the size of the pool."""
     query_len = shape.query_len.min
     base = 1 + shape.batch.min * cache.pages_for(_start(cache, query_len) + query_len)
     allocated = []
     for num_pages in (base, base * _POOL_GROWTH):
-        step = sample_step(
-            cache,
-            vocab_size,
-            batch=shape.batch.min,
-            query_len=query_len,
-            start=_start(cache, query_len),
-            num_pages=num_pages,
-        )
+        step = make(batch=shape.batch.min, query_len=query_len, start=_start(cache, query_len), num_pages=num_pages)
         run(step.inputs)  # the first call may set up what later ones keep
-        allocated.append(_allocated_bytes(partial(run, step.inputs)))
+        count = _allocated_on_gpu if step.pools[0].is_cuda else _allocated_on_host
+        allocated.append(count(partial(run, step.inputs)))
     if allocated[0] != allocated[1]:
         yield (
             f"{shape.name}: a step allocates {allocated[0]} bytes on a pool of {base} pages and {allocated[1]} on one "
@@ -78,7 +77,7 @@ def _copies(run: Run, cache: KVCacheSpec, shape: OptimizationProfile, vocab_size
         )
 
 
-def _inconsistency(run: Run, cache: KVCacheSpec, profiles: ProfileSet, vocab_size: int) -> Iterator[str]:
+def _inconsistency(run: Run, make: Make, cache: KVCacheSpec, profiles: ProfileSet) -> Iterator[str]:
     """Tokens fed at once and the same tokens fed in the smallest pieces, on other pages, must end in the same logits."""
     prefill, decode = profiles[Phase.PREFILL], profiles[Phase.DECODE]
     piece = decode.query_len.min
@@ -86,7 +85,7 @@ def _inconsistency(run: Run, cache: KVCacheSpec, profiles: ProfileSet, vocab_siz
     tokens = max(prefill.query_len.min, min(_TOKENS, prefill.query_len.max, cache.max_len)) // piece * piece
     if not (prefill.admits(batch, tokens) and decode.admits(batch, piece)):
         return
-    whole = sample_step(cache, vocab_size, batch=batch, query_len=tokens, start=_start(cache, tokens))
+    whole = make(batch=batch, query_len=tokens, start=_start(cache, tokens))
     pieces = _elsewhere(cache, whole)
     wanted = run(whole.inputs)
     for begin in range(0, tokens, piece):
@@ -111,7 +110,14 @@ def _elsewhere(cache: KVCacheSpec, step: SampleStep) -> SampleStep:
     return SampleStep(step.input_ids, step.position_ids, step.write_start, step.last_index, table, moved)
 
 
-def _allocated_bytes(call: Callable[[], object]) -> int:
+def _allocated_on_gpu(call: Callable[[], object]) -> int:
+    """Sum of the device allocations torch makes during `call`, freed ones included."""
+    before = torch.cuda.memory_stats()["allocated_bytes.all.allocated"]
+    call()
+    return int(torch.cuda.memory_stats()["allocated_bytes.all.allocated"] - before)
+
+
+def _allocated_on_host(call: Callable[[], object]) -> int:
     """Sum of the host allocations torch makes during `call`, freed ones included."""
     # The profiler announces itself on stderr unless its own log level says otherwise when it first starts.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")

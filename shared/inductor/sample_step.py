@@ -42,9 +42,20 @@ class SampleStep:
 
 
 def sample_step(
-    cache: KVCacheSpec, vocab_size: int, *, batch: int, query_len: int, start: int, num_pages: int | None = None, seed: int = 0
+    cache: KVCacheSpec,
+    vocab_size: int,
+    *,
+    batch: int,
+    query_len: int,
+    start: int,
+    num_pages: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
 ) -> SampleStep:
-    """A step of `batch` rows that write ordinals `start..start + query_len`; `num_pages` of the pool default to what they need."""
+    """A step of `batch` rows that write ordinals `start..start + query_len`; `num_pages` of the pool default to what they need.
+
+    The same values on every `device`.
+    """
     generator = torch.Generator().manual_seed(seed)
     pages_per_row = cache.pages_for(start + query_len)
     needed = 1 + batch * pages_per_row
@@ -53,16 +64,16 @@ def sample_step(
     pages = 1 + torch.randperm(num_pages - 1, generator=generator)[: needed - 1]
     pools = []
     for _, group in cache.iter_layers():
-        pool = torch.zeros(cache.pool_shape(group, num_pages), dtype=getattr(torch, group.dtype.value))
+        pool = torch.zeros(cache.pool_shape(group, num_pages), dtype=getattr(torch, group.dtype.value), device=device)
         noisy = pool[..., :NOISE_CELLS, :]
         noisy.copy_(torch.randn(noisy.shape, generator=generator))
         pools.append(pool)
     return SampleStep(
-        input_ids=torch.randint(vocab_size, (batch, query_len), generator=generator, dtype=torch.int32),
-        position_ids=(start + torch.arange(query_len, dtype=torch.int32)).repeat(batch, 1),
-        write_start=torch.full((batch,), start, dtype=torch.int32),
-        last_index=torch.full((batch,), query_len - 1, dtype=torch.int32),
-        block_table=pages.to(torch.int32).view(batch, pages_per_row),
+        input_ids=torch.randint(vocab_size, (batch, query_len), generator=generator, dtype=torch.int32).to(device),
+        position_ids=(start + torch.arange(query_len, dtype=torch.int32)).repeat(batch, 1).to(device),
+        write_start=torch.full((batch,), start, dtype=torch.int32, device=device),
+        last_index=torch.full((batch,), query_len - 1, dtype=torch.int32, device=device),
+        block_table=pages.to(torch.int32).view(batch, pages_per_row).to(device),
         pools=tuple(pools),
     )
 
@@ -76,7 +87,7 @@ def gather_rows(cache: KVCacheSpec, pool: Tensor, block_table: Tensor, length: i
 
 def written_cells(cache: KVCacheSpec, step: SampleStep, pool: Tensor) -> Tensor:
     """Bool mask of `pool`'s shape: the cells the step may change."""
-    mask = torch.zeros(pool.shape, dtype=torch.bool)
+    mask = torch.zeros(pool.shape, dtype=torch.bool, device=pool.device)
     pages = mask.movedim(cache.layout.page_dim, 0)
     for row, start in enumerate(step.write_start.tolist()):
         for ordinal in range(start, start + step.input_ids.shape[1]):

@@ -8,7 +8,7 @@ from pathlib import Path
 from compiler_service.backends.backend import BuiltEngine, Progress
 from compiler_service.backends.inductor.build import BACKEND, build_engine
 from compiler_service.backends.inductor.probe import verify_engine
-from compiler_service.backends.inductor.target import CpuTarget, build_toolchain, host_target
+from compiler_service.backends.inductor.target import BuildTarget, build_toolchain, choose_target
 from compiler_service.export.program import DecoderProgram
 from compiler_service.lowering.lower import lower_to_linear, lower_to_pools
 from compiler_service.proof.certificate import ProofReport
@@ -18,20 +18,25 @@ from shared.manifest import Target
 
 @dataclass(frozen=True, slots=True)
 class InductorBackend:
-    """Builds for `cpu`, this host's."""
+    """Builds for a device of this host: its CPU or its GPU."""
 
-    cpu: CpuTarget
+    host: BuildTarget
     toolchain: dict[str, str]
     name: str = field(default=BACKEND, init=False)
     static_cache: bool = field(default=False, init=False)
 
     @staticmethod
-    def on_this_host() -> InductorBackend:
-        return InductorBackend(host_target(), build_toolchain())
+    def for_target(target: str) -> InductorBackend:
+        """`target` is `cpu` or a compute capability; BackendUnavailable where this host has no such device."""
+        return InductorBackend(choose_target(target), build_toolchain())
+
+    @property
+    def program_device(self) -> str:
+        return self.host.manifest_target.device
 
     @property
     def target(self) -> Target:
-        return self.cpu.manifest_target
+        return self.host.manifest_target
 
     def lower(self, exported: DecoderProgram) -> DecoderProgram:
         return lower_to_linear(exported)
@@ -44,8 +49,8 @@ class InductorBackend:
         return AliasedBinding(pool, pool)
 
     def build(self, program: DecoderProgram, report: ProofReport, directory: Path, progress: Progress) -> BuiltEngine:
-        progress(0.0, f"inductor, {len(program.cache.groups)} cache groups, {' '.join(self.cpu.features)}")
-        return build_engine(program, self.cpu, directory)
+        progress(0.0, f"inductor, {len(program.cache.groups)} cache groups, {self.host.summary}")
+        return build_engine(program, self.host, directory)
 
     def verify(self, built: BuiltEngine, exported: DecoderProgram, weights: Path) -> None:
         verify_engine(built, exported, weights)

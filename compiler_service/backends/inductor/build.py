@@ -12,7 +12,7 @@ from torch import SymInt
 from torch._inductor import aoti_compile_and_package
 
 from compiler_service.backends.backend import BuiltEngine
-from compiler_service.backends.inductor.target import CpuTarget, build_toolchain
+from compiler_service.backends.inductor.target import BuildTarget, build_toolchain
 from compiler_service.export.program import DecoderProgram
 from shared.bindings import LOGITS, AliasedBinding, BindingSpec, Role, pool_name
 from shared.errors import BuildFailed
@@ -24,13 +24,13 @@ from shared.inductor.toolchain import CPU_ISA
 BACKEND = "inductor"
 
 
-def build_engine(program: DecoderProgram, target: CpuTarget, directory: Path) -> BuiltEngine:
+def build_engine(program: DecoderProgram, target: BuildTarget, directory: Path) -> BuiltEngine:
     """Compile `program` into the empty `directory`. One generic package serves every profile.
 
     BuildFailed when Inductor fails, or when the package is not what the program says: a pool it would copy, a weight baked in.
     """
     archive = directory / "engine.pt2"
-    options: dict[str, object] = {"aot_inductor.package_constants_in_so": False, "cpp.march": target.march}
+    options: dict[str, object] = {"aot_inductor.package_constants_in_so": False, **target.options}
     try:
         with torch.no_grad():
             aoti_compile_and_package(program.program, package_path=str(archive), inductor_configs=options)
@@ -38,7 +38,7 @@ def build_engine(program: DecoderProgram, target: CpuTarget, directory: Path) ->
         raise BuildFailed(f"Inductor could not compile the program: {error}") from error
     _unpack(archive, directory / PACKAGE_DIRECTORY)
     archive.unlink()
-    package = Package(directory / PACKAGE_DIRECTORY)
+    package = Package(directory / PACKAGE_DIRECTORY, target.manifest_target.device)
     check_package(package, program)
     own = {name: value for name, value in program.constants.items() if name in package.constants}
     save_file(own, directory / CONSTANTS_FILE)

@@ -27,20 +27,22 @@ def verify_engine(built: BuiltEngine, exported: DecoderProgram, weights: Path) -
 
     `exported` is the program before any lowering; `weights` the model's safetensors file.
     """
-    tensors = load_file(weights)
+    device = built.target.device
+    tensors = load_file(weights, device=device)
     package = _bind(built, tensors)
     reference = _eager(exported, tensors)
     for profile in exported.profiles.profiles:
         for batch, query_len in _shapes(profile):
-            _compare(package, reference, exported, profile.name, batch, query_len)
-    if faults := find_faults(package.run, exported.cache, exported.profiles, exported.vocab_size):
+            _compare(package, reference, exported, profile.name, batch, query_len, device)
+    if faults := find_faults(package.run, exported.cache, exported.profiles, exported.vocab_size, device):
         raise BuildFailed(f"the engine fails its probe: {'; '.join(faults)}")
 
 
 def _bind(built: BuiltEngine, tensors: dict[str, Tensor]) -> BoundPackage:
-    constants = load_file(built.directory / CONSTANTS_FILE)
+    device = built.target.device
+    constants = load_file(built.directory / CONSTANTS_FILE, device=device)
     constants |= {name: tensors[stored] for name, stored in built.constants.items()}
-    return Package(built.directory / PACKAGE_DIRECTORY).bind(constants)
+    return Package(built.directory / PACKAGE_DIRECTORY, device).bind(constants)
 
 
 def _eager(exported: DecoderProgram, tensors: dict[str, Tensor]) -> fx.GraphModule:
@@ -56,11 +58,17 @@ def _shapes(profile: OptimizationProfile) -> Iterator[tuple[int, int]]:
 
 
 def _compare(
-    package: BoundPackage, reference: fx.GraphModule, exported: DecoderProgram, profile: str, batch: int, query_len: int
+    package: BoundPackage,
+    reference: fx.GraphModule,
+    exported: DecoderProgram,
+    profile: str,
+    batch: int,
+    query_len: int,
+    device: str,
 ) -> None:
     cache = exported.cache
     start = min(_HISTORY, cache.max_len - query_len)
-    step = sample_step(cache, exported.vocab_size, batch=batch, query_len=query_len, start=start)
+    step = sample_step(cache, exported.vocab_size, batch=batch, query_len=query_len, start=start, device=device)
     wanted = _run_linear(reference, exported, step)
     try:
         got = package.run(step.inputs)

@@ -24,6 +24,7 @@ class TensorRTBackend:
     target: Target
     toolchain: dict[str, str]
     static_cache: bool = field(default=True, init=False)
+    program_device: str = field(default="cpu", init=False)
 
     @staticmethod
     def for_targets(flavour: Flavour, capabilities: tuple[str, ...]) -> TensorRTBackend:

@@ -107,7 +107,7 @@ def _add_inputs(graph: fx.Graph, cache: KVCacheSpec, bound: dict[str, fx.Node]) 
     """Placeholders of the block table and of every pool, behind the last input there is."""
     mode = bound[INPUT_IDS].meta["val"].fake_mode
     assert isinstance(mode, FakeTensorMode)
-    batch = bound[INPUT_IDS].meta["val"].shape[0]
+    batch, device = bound[INPUT_IDS].meta["val"].shape[0], bound[INPUT_IDS].meta["val"].device
     width: int | SymInt = 1
     if cache.layout is Layout.PAGED:
         widest = max(2, cache.max_pages)
@@ -115,11 +115,11 @@ def _add_inputs(graph: fx.Graph, cache: KVCacheSpec, bound: dict[str, fx.Node]) 
     pages = new_size(mode, "num_pages", sample=_SAMPLE_PAGES, minimum=2, maximum=_MAX_POOL_PAGES)
     last = graph.find_nodes(op="placeholder")[-1]
     with mode:
-        values = [torch.empty((batch, width), dtype=torch.int32)]
+        values = [torch.empty((batch, width), dtype=torch.int32, device=device)]
         for _, group in cache.iter_layers():
             shape: list[int | SymInt] = list(cache.pool_shape(group, _SAMPLE_PAGES))
             shape[cache.layout.page_dim] = pages
-            values.append(torch.empty(shape, dtype=getattr(torch, group.dtype.value)))
+            values.append(torch.empty(shape, dtype=getattr(torch, group.dtype.value), device=device))
     nodes = []
     for name, value in zip([BLOCK_TABLE, *(f"kv_pool_{layer}" for layer in range(cache.num_layers))], values, strict=True):
         with graph.inserting_after(last):

@@ -47,6 +47,8 @@ def load_ops() -> None:
         if compiled is None:
             _log.warning("projections of few rows run on torch's matrix product, up to twice as slow as the compiled kernel")
             torch.library.impl(LINEARS, "CPU", reference)
+        if torch.cuda.is_available():
+            torch.library.impl(LINEARS, "CUDA", reference)
         _loaded = True
 
 

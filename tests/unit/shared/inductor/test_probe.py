@@ -50,7 +50,7 @@ def sound_engine(cache: KVCacheSpec) -> Run:
 
 
 def faults(run: Run, cache: KVCacheSpec) -> str:
-    return "; ".join(find_faults(run, cache, PROFILES, VOCAB))
+    return "; ".join(find_faults(run, cache, PROFILES, VOCAB, "cpu"))
 
 
 SOUND = {
