@@ -48,8 +48,14 @@ def load_ops() -> None:
             _log.warning("projections of few rows run on torch's matrix product, up to twice as slow as the compiled kernel")
             torch.library.impl(LINEARS, "CPU", reference)
         if torch.cuda.is_available():
-            torch.library.impl(LINEARS, "CUDA", reference)
+            _register_cuda()
         _loaded = True
+
+
+def _register_cuda() -> None:
+    from shared.kernels.linear.triton import launch  # here, because hosts without a GPU need not have Triton
+
+    torch.library.impl(LINEARS, "CUDA", launch.linears)
 
 
 def reference(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
