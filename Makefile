@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/quire/v1/*.proto)
 export GOMP_SPINCOUNT ?= 1000
+export OMP_WAIT_POLICY ?= active
 
 .PHONY: help setup demo test check lint types arch proto manifests bench-cpu bench-tensorrt bench-compaction prove-fuzz compaction-fuzz serve-fuzz
 

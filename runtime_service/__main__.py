@@ -15,8 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
-# libgomp reads it when torch is first imported: its threads must not spin through the other service's share of a core.
+# libgomp reads both when torch is first imported. Its threads must not spin through the other service's share of a core; but
+# without the policy it hardly spins at all once a second thread (the one that loads engines) has had a team: half the decode rate.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("OMP_WAIT_POLICY", "active")
 
 from runtime_service.config import RuntimeSettings
 from runtime_service.engine.loader import EngineLoader

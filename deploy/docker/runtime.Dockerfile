@@ -19,6 +19,7 @@ COPY --from=build /opt/quire /opt/quire
 ENV PATH=/opt/quire/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     GOMP_SPINCOUNT=1000 \
+    OMP_WAIT_POLICY=active \
     HOME=/tmp \
     QUIRE_DATA=/data \
     QUIRE_CACHE=/cache \
