@@ -7,12 +7,13 @@ bandwidth of a float32 matrix-vector product over a matrix far larger than the c
 from __future__ import annotations
 
 import argparse
+import asyncio
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import torch
 from transformers import StaticCache
 
@@ -21,9 +22,9 @@ from runtime_service.engine.loader import EngineLoader
 from runtime_service.kv.pool import KVPool
 from shared.artifacts.local import LocalStore
 from shared.cli.fetch import fetch_smollm2
-from shared.pb.quire.v1 import inference_pb2
+from shared.pb.quire.v1 import inference_pb2_grpc
 from tests.bench.machine import write_json
-from tests.e2e.conftest import CACHE, DATA, Quire, start_quire, stop_quire
+from tests.e2e.conftest import CACHE, DATA, Quire, greedy_request, start_quire, stop_quire
 from tests.e2e.hf_oracle import load_model
 
 BATCHES = (1, 4, 8)
@@ -114,39 +115,31 @@ class Eager:
 
 
 class Service:
-    """The same through gRPC: one client thread a stream; the rate counts tokens while all streams decode."""
+    """The same through gRPC: one client, all streams on its one channel; the rate counts tokens while all streams decode."""
 
     def __init__(self, quire: Quire, engine: str) -> None:
         self.quire, self.engine = quire, engine
 
     def prefill(self, tokens: int) -> float:
-        first: list[float] = []
-
-        def on_event(event: inference_pb2.GenerateResponse) -> None:
-            if event.WhichOneof("event") == "delta" and not first:
-                first.append(time.perf_counter())
-
         started = time.perf_counter()
-        self.quire.greedy(self.engine, torch.randint(0, 1000, (tokens,)).tolist(), 1, on_event)
-        return tokens / (first[0] - started)
+        ((first, *_),) = asyncio.run(self._arrivals(batch=1, prompt=tokens, new=1))
+        return tokens / (first - started)
 
     def decode(self, batch: int) -> float:
-        arrivals: list[list[float]] = [[] for _ in range(batch)]
-
-        def client(row: int) -> None:
-            def on_event(event: inference_pb2.GenerateResponse) -> None:
-                if event.WhichOneof("event") == "delta":
-                    arrivals[row].extend([time.perf_counter()] * len(event.delta.token_ids))
-
-            self.quire.greedy(self.engine, torch.randint(0, 1000, (PROMPT,)).tolist(), NEW + 8, on_event)
-
-        threads = [threading.Thread(target=client, args=(row,)) for row in range(batch)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        arrivals = asyncio.run(self._arrivals(batch, PROMPT, NEW + 8))
         begin, end = max(row[0] for row in arrivals), min(row[-1] for row in arrivals)
         return sum(begin < moment <= end for row in arrivals for moment in row) / (end - begin)
+
+    async def _arrivals(self, batch: int, prompt: int, new: int) -> list[list[float]]:
+        """When each token of each stream came in."""
+        async with grpc.aio.insecure_channel(self.quire.session.runtime_address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+
+            async def read() -> list[float]:
+                request = greedy_request(self.engine, torch.randint(0, 1000, (prompt,)).tolist(), new)
+                return [time.perf_counter() async for event in stub.Generate(request) for _ in event.delta.token_ids]
+
+            return await asyncio.gather(*(read() for _ in range(batch)))
 
 
 def measure(variants: dict[str, BareLoop | Eager | Service]) -> dict[str, dict[str, float]]:

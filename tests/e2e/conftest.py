@@ -99,17 +99,20 @@ class Quire:
         return Generated(text, tokens, reason, usage)
 
     def greedy(self, engine: str, prompt: list[int], max_tokens: int, on_event: Callable | None = None, **compaction) -> Generated:
-        kv = inference_pb2.KVOptions(off=True)
-        if compaction:
-            kv = inference_pb2.KVOptions(policy=inference_pb2.CompactionOptions(**({"name": "sink_recent"} | compaction)))
-        request = inference_pb2.GenerateRequest(
-            engine=engine,
-            token_ids=inference_pb2.TokenIds(ids=prompt),
-            sampling=inference_pb2.Sampling(temperature=0.0),
-            stopping=inference_pb2.Stopping(max_tokens=max_tokens, ignore_eos=True),
-            kv=kv,
-        )
-        return self.generate(request, on_event)
+        return self.generate(greedy_request(engine, prompt, max_tokens, **compaction), on_event)
+
+
+def greedy_request(engine: str, prompt: list[int], max_tokens: int, **compaction) -> inference_pb2.GenerateRequest:
+    kv = inference_pb2.KVOptions(off=True)
+    if compaction:
+        kv = inference_pb2.KVOptions(policy=inference_pb2.CompactionOptions(**({"name": "sink_recent"} | compaction)))
+    return inference_pb2.GenerateRequest(
+        engine=engine,
+        token_ids=inference_pb2.TokenIds(ids=prompt),
+        sampling=inference_pb2.Sampling(temperature=0.0),
+        stopping=inference_pb2.Stopping(max_tokens=max_tokens, ignore_eos=True),
+        kv=kv,
+    )
 
 
 def start_quire(data: Path, environment: dict[str, str] | None = None) -> Quire:
