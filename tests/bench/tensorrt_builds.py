@@ -41,16 +41,17 @@ RESULT = Path(__file__).parent / "results" / "tensorrt_builds.json"
 
 @dataclass
 class Clock:
-    """Seconds of each stage, by the time the next one begins."""
+    """Wall and CPU seconds of each stage, by the time the next one begins. The CPU's tell a busy host from a slow build."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    _began: float = field(default_factory=time.monotonic)
+    seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _began: tuple[float, float] = (0.0, 0.0)
     _stage: str = ""
 
     def enter(self, stage: str) -> None:
-        now = time.monotonic()
+        now = (time.monotonic(), time.process_time())
         if self._stage:
-            self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._began
+            wall, cpu = self.seconds.get(self._stage, (0.0, 0.0))
+            self.seconds[self._stage] = (wall + now[0] - self._began[0], cpu + now[1] - self._began[1])
         self._stage, self._began = stage, now
 
 
@@ -131,8 +132,8 @@ def main() -> None:
     results = {}
     for model in options.models or MODELS:
         results[model] = found = _in_a_process_of_its_own(model)
-        for stage, seconds in found["seconds"].items():
-            print(f"{model:12} {stage:24} {seconds:7.1f} s")
+        for stage, (wall, cpu) in found["seconds"].items():
+            print(f"{model:12} {stage:24} {wall:7.1f} s, {cpu:7.1f} s of CPU")
         print(
             f"{model:12} {found['aliases']} caches aliased, plan of {found['plan_bytes'] / 1e6:.1f} MB, "
             f"peak memory {found['peak_rss_bytes'] / 1e9:.2f} GB",
