@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +16,7 @@ from compiler_service.export.geometry import cache_spec
 from compiler_service.export.program import DecoderProgram, export_decoder
 from compiler_service.ingest.convert import ingest, open_source
 from compiler_service.ingest.digest import DigestCache
+from compiler_service.ingest.model import IngestedModel
 from compiler_service.ingest.program import ProgramModel, open_program
 from compiler_service.ingest.source import SourceKind, locate
 from compiler_service.lowering.adopt import adopt_program
@@ -23,6 +25,7 @@ from compiler_service.proof.certificate import ProofReport
 from compiler_service.proof.decoder import prove_decoder
 from compiler_service.publish import certify, engine_key, engine_manifest
 from compiler_service.spec import CompileSpec
+from shared.artifacts.key import ArtifactKey
 from shared.artifacts.store import ArtifactStore
 from shared.errors import ArtifactCorrupt, ArtifactNotFound
 from shared.ids import ArtifactId
@@ -68,30 +71,28 @@ def build(spec: CompileSpec, workspace: Workspace, progress: Progress, before_pu
     Raises the errors of each stage; nothing but the model's component is in the store then.
     """
     store, backend = workspace.store, choose_backend(spec)
-    progress(Stage.FETCH, 0.0, spec.source)
-    source = locate(spec.source, workspace.model_roots)
-    with ingest(source, spec.dtype, store, workspace.digests, lambda f, m: progress(Stage.LOAD, f, m)) as (model, was_converted):
-        progress(Stage.LOAD, 1.0, f"{model.name}, {'weights reused' if was_converted else 'weights converted'}")
-        definition = open_program(source) if source.kind is SourceKind.PROGRAM else model.config
-        exported = on_device(_export(spec, backend, definition, progress), backend.program_device)
-        linear, report = _prove(exported, backend, progress)
-        report.require()
-        program = backend.place_caches(linear, report)
-        key = engine_key(model, program, backend.name, backend.target, backend.toolchain)
-        if _is_whole(store, key.artifact_id):
+    with _planned(spec, backend, workspace, progress) as plan:
+        artifact_id = plan.key.artifact_id
+        if _is_whole(store, artifact_id):
             progress(Stage.PUBLISH, 1.0, "reused: the store has an engine of this key")
-            return BuildResult(key.artifact_id, reused=True)
+            return BuildResult(artifact_id, reused=True)
         with store.stage() as directory:
-            built = backend.build(program, report, directory, lambda f, m: progress(Stage.BUILD, f, m))
+            built = backend.build(plan.program, plan.report, directory, lambda f, m: progress(Stage.BUILD, f, m))
             progress(Stage.VERIFY, 0.0, "compare the engine with the exported program")
-            backend.verify(built, exported, model.weights)
-            proof = certify(report.certificates, built.aliases, backend.alias_of)
-            manifest = engine_manifest(key, model, program, backend.name, built, proof)
+            backend.verify(built, plan.exported, plan.model.weights)
+            proof = certify(plan.report.certificates, built.aliases, backend.alias_of)
+            manifest = engine_manifest(plan.key, plan.model, plan.program, backend.name, built, proof)
             before_publish()
-            progress(Stage.PUBLISH, 0.0, key.artifact_id)
-            published = store.publish(key.artifact_id, directory, encode_manifest(manifest))
+            progress(Stage.PUBLISH, 0.0, artifact_id)
+            published = store.publish(artifact_id, directory, encode_manifest(manifest))
         progress(Stage.PUBLISH, 1.0, "published" if published else "reused: another build published this key first")
-        return BuildResult(key.artifact_id, reused=not published)
+        return BuildResult(artifact_id, reused=not published)
+
+
+def key(spec: CompileSpec, workspace: Workspace, progress: Progress) -> ArtifactKey:
+    """Key of the engine that `build` would make of `spec`; raises what `build` would before it builds."""
+    with _planned(spec, choose_backend(spec), workspace, progress) as plan:
+        return plan.key
 
 
 def explain(spec: CompileSpec, workspace: Workspace, progress: Progress) -> tuple[WriteCertificate, ...]:
@@ -102,6 +103,34 @@ def explain(spec: CompileSpec, workspace: Workspace, progress: Progress) -> tupl
         definition = opened if isinstance(opened, ProgramModel) else opened.config
         exported = on_device(_export(spec, backend, definition, progress), backend.program_device)
     return _prove(exported, backend, progress)[1].certificates
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Everything there is to know of a build before anything is built."""
+
+    model: IngestedModel
+    exported: DecoderProgram
+    program: DecoderProgram
+    report: ProofReport
+    key: ArtifactKey
+
+
+@contextmanager
+def _planned(spec: CompileSpec, backend: Backend, workspace: Workspace, progress: Progress) -> Iterator[_Plan]:
+    """The stages up to the proof. The model's component is held in the store until the context ends."""
+    progress(Stage.FETCH, 0.0, spec.source)
+    source = locate(spec.source, workspace.model_roots)
+    loading = ingest(source, spec.dtype, workspace.store, workspace.digests, lambda f, m: progress(Stage.LOAD, f, m))
+    with loading as (model, was_converted):
+        progress(Stage.LOAD, 1.0, f"{model.name}, {'weights reused' if was_converted else 'weights converted'}")
+        definition = open_program(source) if source.kind is SourceKind.PROGRAM else model.config
+        exported = on_device(_export(spec, backend, definition, progress), backend.program_device)
+        linear, report = _prove(exported, backend, progress)
+        report.require()
+        program = backend.place_caches(linear, report)
+        name = engine_key(model, program, backend.name, backend.target, backend.toolchain)
+        yield _Plan(model, exported, program, report, name)
 
 
 def _export(spec: CompileSpec, backend: Backend, definition: PreTrainedConfig | ProgramModel, progress: Progress) -> DecoderProgram:

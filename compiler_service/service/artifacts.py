@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from compiler_service.service import convert
+from shared.artifacts.key import ArtifactKey, explain_difference
 from shared.artifacts.record import read_head
 from shared.artifacts.store import UNREADABLE, ArtifactInfo, ArtifactStore
 from shared.compatibility import compare
-from shared.errors import ArtifactNotFound, FieldOutOfRange
+from shared.errors import ArtifactCorrupt, ArtifactNotFound, FieldOutOfRange
 from shared.ids import check_artifact_id
 from shared.manifest import decode_engine_manifest, decode_model_manifest
 from shared.pb.quire.v1 import compiler_pb2
 
 KINDS = ("engine", "model")
 DEFAULT_PAGE, MAX_PAGE = 50, 500
+MAX_SIGNATURE_BYTES = 1024
+MAX_NEAREST = 5
 
 
 def get(store: ArtifactStore, artifact_id: str) -> compiler_pb2.Artifact:
@@ -58,6 +61,44 @@ def verify(store: ArtifactStore, artifact_id: str) -> compiler_pb2.VerifyArtifac
     store.verify(check_artifact_id(artifact_id))
     head = read_head(store.manifest(artifact_id), artifact_id=artifact_id)
     return compiler_pb2.VerifyArtifactResponse(files_checked=len(head.files), bytes_checked=head.size_bytes)
+
+
+def sign(store: ArtifactStore, request: compiler_pb2.SignArtifactRequest) -> compiler_pb2.SignArtifactResponse:
+    """Keeps the signature; whether it is to be trusted is for whoever opens the artifact."""
+    if not 0 < len(request.signature) <= MAX_SIGNATURE_BYTES:
+        raise FieldOutOfRange(
+            f"signature must be 1 to {MAX_SIGNATURE_BYTES} bytes; got {len(request.signature)}", field="signature"
+        )
+    store.add_signature(check_artifact_id(request.artifact_id), request.signature)
+    return compiler_pb2.SignArtifactResponse()
+
+
+def collect(store: ArtifactStore, request: compiler_pb2.CollectGarbageRequest) -> compiler_pb2.CollectGarbageResponse:
+    max_age_s = None
+    if request.HasField("max_age"):
+        max_age_s = request.max_age.ToNanoseconds() / 1e9
+        if max_age_s < 0:
+            raise FieldOutOfRange(f"max_age must not be negative; got {max_age_s:g} s", field="max_age")
+    report = store.gc(max_bytes=request.max_bytes if request.HasField("max_bytes") else None, max_age_s=max_age_s)
+    return compiler_pb2.CollectGarbageResponse(
+        removed=report.removed, failed=report.failed, freed_bytes=report.freed_bytes, left_bytes=report.left_bytes
+    )
+
+
+def explain_miss(store: ArtifactStore, key: ArtifactKey) -> compiler_pb2.ExplainMissResponse:
+    """The engines whose keys differ from `key` in the fewest components, and where."""
+    differences = []
+    for info in store.list("engine"):
+        try:
+            found = decode_engine_manifest(store.manifest(info.artifact_id)).key_components
+        except (ArtifactNotFound, ArtifactCorrupt):  # removed meanwhile, or of another version
+            continue
+        if names := explain_difference(key.components, found):
+            differences.append((len(names), info.artifact_id, names))
+    nearest = [
+        compiler_pb2.KeyDifference(artifact_id=name, components=parts) for _, name, parts in sorted(differences)[:MAX_NEAREST]
+    ]
+    return compiler_pb2.ExplainMissResponse(artifact_id=key.artifact_id, hit=store.contains(key.artifact_id), nearest=nearest)
 
 
 def compatibility(store: ArtifactStore, request: compiler_pb2.CheckCompatibilityRequest) -> compiler_pb2.CheckCompatibilityResponse:

@@ -86,12 +86,15 @@ class CompilerServicer(compiler_pb2_grpc.CompilerServicer):
         return pb.RetryCompileJobResponse(job=convert.job_message(submission.job))
 
     async def ExplainModel(self, request: pb.ExplainModelRequest, context: grpc.aio.ServicerContext) -> pb.ExplainModelResponse:
-        spec = convert.spec_from(request.spec)
-        # A source that cannot be right is refused before a process is started for it.
-        await asyncio.to_thread(flight_digest, spec, self._model_roots, self._builder)
-        caches = await self._explainer.explain(spec)
+        caches = await self._explainer.explain(await self._checked_spec(request.spec))
         proved = bool(caches) and all(not certificate.reason for certificate in caches)
         return pb.ExplainModelResponse(caches=map(convert.proof_message, caches), proved=proved)
+
+    async def _checked_spec(self, message: pb.CompileSpec) -> CompileSpec:
+        """A source that cannot be right is refused before a process is started for it."""
+        spec = convert.spec_from(message)
+        await asyncio.to_thread(flight_digest, spec, self._model_roots, self._builder)
+        return spec
 
     async def GetArtifact(self, request: pb.GetArtifactRequest, context: grpc.aio.ServicerContext) -> pb.GetArtifactResponse:
         return pb.GetArtifactResponse(artifact=await asyncio.to_thread(artifacts.get, self._store, request.artifact_id))
@@ -109,6 +112,18 @@ class CompilerServicer(compiler_pb2_grpc.CompilerServicer):
     ) -> pb.DeleteArtifactResponse:
         await asyncio.to_thread(self._store.delete, check_artifact_id(request.artifact_id))
         return pb.DeleteArtifactResponse()
+
+    async def SignArtifact(self, request: pb.SignArtifactRequest, context: grpc.aio.ServicerContext) -> pb.SignArtifactResponse:
+        return await asyncio.to_thread(artifacts.sign, self._store, request)
+
+    async def CollectGarbage(
+        self, request: pb.CollectGarbageRequest, context: grpc.aio.ServicerContext
+    ) -> pb.CollectGarbageResponse:
+        return await asyncio.to_thread(artifacts.collect, self._store, request)
+
+    async def ExplainMiss(self, request: pb.ExplainMissRequest, context: grpc.aio.ServicerContext) -> pb.ExplainMissResponse:
+        spec = await self._checked_spec(request.spec)
+        return await asyncio.to_thread(artifacts.explain_miss, self._store, await self._explainer.key(spec))
 
     async def CheckCompatibility(
         self, request: pb.CheckCompatibilityRequest, context: grpc.aio.ServicerContext

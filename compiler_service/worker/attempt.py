@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from compiler_service.worker.protocol import Built, Explained, Failed
+from compiler_service.worker.protocol import Built, Explained, Failed, Keyed
 from shared.errors import BuildFailed, InternalError, MemoryExhausted, RunTimeout
 from shared.jobs.job import JobError, JobLimits, JobState, Outcome
 
@@ -41,7 +41,7 @@ class WorkerStopping:
     pass
 
 
-Result = Built | Explained | Failed | Crashed | CancelledByCaller | Overdue | OverMemory | ClaimLost | WorkerStopping
+Result = Built | Explained | Keyed | Failed | Crashed | CancelledByCaller | Overdue | OverMemory | ClaimLost | WorkerStopping
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,6 @@ def settle(result: Result, limits: JobLimits) -> Outcome | Retry | GiveBack | Dr
             return Drop()
         case WorkerStopping():
             return GiveBack()
-        case Explained():
-            message = "the build process explained instead of building"
+        case Explained() | Keyed():
+            message = "the build process answered another question than the one it was asked"
             return Outcome(JobState.FAILED, error=JobError(InternalError.reason, message))

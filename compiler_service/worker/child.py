@@ -1,4 +1,4 @@
-"""The build process: `python -m compiler_service.worker.child`, started once for each attempt and for each explanation."""
+"""The build process: `python -m compiler_service.worker.child`, started once for each attempt, explanation and key."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from compiler_service.ingest.digest import DigestCache
 from compiler_service.pipeline import Workspace
 from compiler_service.spec import decode_spec
 from compiler_service.worker.channel import Channel
-from compiler_service.worker.protocol import Built, Explained, Failed, Request, Verb
+from compiler_service.worker.protocol import Built, Explained, Failed, Keyed, Request, Verb
 from shared.artifacts.locate import open_store
 from shared.errors import QuireError
 from shared.jobs.job import JobError
 
 
-def run(request: Request, channel: Channel) -> Built | Explained:
+def run(request: Request, channel: Channel) -> Built | Explained | Keyed:
     spec = decode_spec(request.spec.encode())
     workspace = Workspace(
         store=open_store(request.store),
@@ -24,6 +24,8 @@ def run(request: Request, channel: Channel) -> Built | Explained:
     )
     if request.verb is Verb.EXPLAIN:
         return Explained(pipeline.explain(spec, workspace, channel.progress))
+    if request.verb is Verb.KEY:
+        return Keyed(dict(pipeline.key(spec, workspace, channel.progress).components))
     result = pipeline.build(spec, workspace, channel.progress, channel.wait_for_permission)
     return Built(result.artifact_id, result.reused)
 

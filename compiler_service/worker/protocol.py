@@ -1,7 +1,7 @@
 """What the service and a build process say to each other: one JSON object a line, both ways, never pickle.
 
     to the process      its request, once; then, where it asked to publish, an empty line that allows it
-    from the process    Progress, any number; AskToPublish, at most once; one of Built, Explained, Failed at the end
+    from the process    Progress, any number; AskToPublish, at most once; one of Built, Explained, Keyed, Failed at the end
 
 The request's pipe stays open as long as the service lives: its end is how a build learns that nobody waits for it any more.
 """
@@ -24,6 +24,7 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 class Verb(StrEnum):
     BUILD = "build"
     EXPLAIN = "explain"
+    KEY = "key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +70,23 @@ class Explained:
 
 
 @dataclass(frozen=True, slots=True)
+class Keyed:
+    """The components of the key that a build of the spec would have."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    components: dict[str, str]
+    kind: Literal["keyed"] = "keyed"
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     error: JobError
     kind: Literal["failed"] = "failed"
 
 
-Message = Progress | AskToPublish | Built | Explained | Failed
-Ending = Built | Explained | Failed
+Message = Progress | AskToPublish | Built | Explained | Keyed | Failed
+Ending = Built | Explained | Keyed | Failed
 _MESSAGE: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
 _REQUEST = TypeAdapter(Request)
 

@@ -66,7 +66,6 @@ def _refuse_coerced_keys(value: Any) -> None:
             _refuse_coerced_keys(item)
 
 
-def explain_difference(wanted: ArtifactKey, found: ArtifactKey) -> list[str]:
-    """Names of the components that differ or that only one key has, sorted; empty exactly when the keys are equal."""
-    names = wanted.components.keys() | found.components.keys()
-    return sorted(name for name in names if wanted.components.get(name) != found.components.get(name))
+def explain_difference(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    """Names of the components of two keys that differ or that only one has, sorted; empty exactly when the keys are equal."""
+    return sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))

@@ -1,14 +1,27 @@
-"""`quire artifacts`: ls, show, verify, rm."""
+"""`quire artifacts`: ls, show, verify, rm, explain-miss, gc, sign."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shared.cli.compile import PROOF_COLUMNS, proof_row
-from shared.cli.options import word_of
+from shared.cli.compile import (
+    PROOF_COLUMNS,
+    Backend,
+    DType,
+    Layout,
+    MaxLen,
+    PageSize,
+    Profiles,
+    Source,
+    Targets,
+    proof_row,
+)
+from shared.cli.options import byte_count, compile_spec, seconds, word_of
 from shared.cli.session import session_of
+from shared.errors import BackendUnavailable
 from shared.pb.quire.v1 import common_pb2, compiler_pb2
 
 app = typer.Typer(help="Compiled engines and model components.", no_args_is_help=True)
@@ -89,3 +102,82 @@ def rm(context: typer.Context, artifact_id: ArtifactId) -> None:
         response = stub.DeleteArtifact(compiler_pb2.DeleteArtifactRequest(artifact_id=artifact_id))
     if session.as_json:
         session.print_json(response)
+
+
+@app.command()
+def gc(
+    context: typer.Context,
+    max_age: Annotated[str, typer.Option(help="remove what was not used for so long: 30d, 12h, 90m, 10s")] = "",
+    max_bytes: Annotated[str, typer.Option(help="then the least recently used until so much is left: 500MB, 20GiB")] = "",
+) -> None:
+    """Remove artifacts by age and size, and what crashed writers left; never what is in use."""
+    session = session_of(context)
+    request = compiler_pb2.CollectGarbageRequest()
+    if max_age:
+        request.max_age.FromNanoseconds(round(seconds(max_age, "--max-age") * 1e9))
+    if max_bytes:
+        request.max_bytes = byte_count(max_bytes, "--max-bytes")
+    with session.compiler() as stub:
+        response = stub.CollectGarbage(request)
+    if session.as_json:
+        session.print_json(response)
+        return
+    for artifact_id in response.removed:
+        session.console.print(artifact_id, highlight=False)
+    summary = f"{response.freed_bytes} bytes freed, {response.left_bytes} left"
+    summary += f"; {len(response.failed)} not removed, the next collection tries again" if response.failed else ""
+    session.progress.print(summary, highlight=False)
+
+
+@app.command()
+def sign(
+    context: typer.Context,
+    artifact_id: ArtifactId,
+    key: Annotated[Path, typer.Option(help="PEM file of an Ed25519 private key; it stays on this machine")],
+) -> None:
+    """Sign an artifact, and the model it needs: a runtime with trusted keys loads nothing else."""
+    session = session_of(context)
+    try:
+        from shared.artifacts.signing import load_private_key, sign_manifest  # an extra: most stores are private
+    except ModuleNotFoundError as error:
+        raise BackendUnavailable(f"signing needs the extra 'signing' (pip install 'quire[signing]'): {error}") from error
+    private_key = load_private_key(key)
+    with session.compiler() as stub:
+        artifact = stub.GetArtifact(compiler_pb2.GetArtifactRequest(artifact_id=artifact_id)).artifact
+        parts = [artifact]
+        if artifact.model_id != artifact_id:
+            parts.append(stub.GetArtifact(compiler_pb2.GetArtifactRequest(artifact_id=artifact.model_id)).artifact)
+        for part in parts:
+            signature = sign_manifest(private_key, part.manifest_json)
+            stub.SignArtifact(compiler_pb2.SignArtifactRequest(artifact_id=part.artifact_id, signature=signature))
+            if session.as_json:
+                session.print_json({"artifact_id": part.artifact_id, "signature": signature.decode().strip()})
+            else:
+                session.console.print(f"signed {part.kind} {part.artifact_id}", highlight=False)
+
+
+@app.command("explain-miss")
+def explain_miss(
+    context: typer.Context,
+    source: Source,
+    backend: Backend = "inductor",
+    layout: Layout = "paged",
+    dtype: DType = "float32",
+    max_len: MaxLen = 2048,
+    page_size: PageSize = 16,
+    profile: Profiles = None,
+    target: Targets = "",
+) -> None:
+    """Say which parts of the key keep a compile from reusing an engine of the store. Takes the options of `quire compile`."""
+    session = session_of(context)
+    spec = compile_spec(source, backend, layout, dtype, max_len, page_size, profile or (), [t for t in target.split(",") if t])
+    with session.compiler() as stub:
+        response = stub.ExplainMiss(compiler_pb2.ExplainMissRequest(spec=spec))
+    if session.as_json:
+        session.print_json(response)
+        return
+    answer = "hit: a compile reuses it" if response.hit else "miss: a compile builds it"
+    session.console.print(f"{response.artifact_id} {answer}", highlight=False)
+    session.print_table(
+        ("nearest engine", "differs in"), [(near.artifact_id, ", ".join(near.components)) for near in response.nearest]
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ from shared.profiles import parse_profile
 
 DEFAULT_PROFILES = ("decode=8x1", "prefill=1x128")
 DEFAULT_INTERVAL = 64
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_BYTES = {"": 1, "B": 1} | {
+    f"{letter}{unit}": base**power for power, letter in enumerate("KMGT", 1) for unit, base in (("B", 1000), ("iB", 1024))
+}
 
 
 def enum_value(enum: Any, prefix: str, word: str, option: str) -> Any:
@@ -96,3 +101,20 @@ def kv_options(compaction: str | None) -> inference_pb2.KVOptions:
     if "sinks" in fields:
         options.sinks = number("sinks")
     return inference_pb2.KVOptions(policy=options)
+
+
+def seconds(text: str, option: str) -> float:
+    """`30d`, `12h`, `90m`, `10s`."""
+    return _quantity(text, _SECONDS, option, "a number and one of s, m, h, d, such as 30d")
+
+
+def byte_count(text: str, option: str) -> int:
+    """`1000`, `500MB`, `20GiB`."""
+    return int(_quantity(text, _BYTES, option, "a number, with or without one of KB to TB and KiB to TiB, such as 20GiB"))
+
+
+def _quantity(text: str, units: Mapping[str, int], option: str, expected: str) -> float:
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?) ?([A-Za-z]*)", text)
+    if found is None or found[2] not in units:
+        raise FieldOutOfRange(f"{option} must be {expected}; got {text[:40]!r}", field=option)
+    return float(found[1]) * units[found[2]]

@@ -29,11 +29,13 @@ class Scope(StrEnum):
     CONTROL = "control"
     COMPILE = "compile"
     ADMIN = "admin"
-    """Everything, and alone what cannot be undone: deleting artifacts, draining a runtime."""
+    """Everything, and alone what cannot be undone: deleting artifacts or replacing their signatures, draining a runtime."""
 
 
 _BY_METHOD = {
     "/quire.v1.Compiler/DeleteArtifact": Scope.ADMIN,
+    "/quire.v1.Compiler/SignArtifact": Scope.ADMIN,
+    "/quire.v1.Compiler/CollectGarbage": Scope.ADMIN,
     "/quire.v1.Control/Drain": Scope.ADMIN,
 }
 _BY_SERVICE = {

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from compiler_service.worker.channel import Channel
-from compiler_service.worker.protocol import Built, Explained, Failed, Verb
+from compiler_service.worker.protocol import Built, Explained, Failed, Keyed, Verb
 from shared.errors import SourceInvalid, StoreUnavailable
 from shared.jobs.job import JobError
 from shared.manifest import WriteCertificate
@@ -71,6 +71,9 @@ def main() -> None:
         Path(plan["published"]).touch()
     if request.verb is Verb.EXPLAIN and plan["end"] == "built":
         channel.send(Explained((CERTIFICATE,)))
+        return
+    if request.verb is Verb.KEY and plan["end"] == "built":
+        channel.send(Keyed(plan["components"]))
         return
     match plan["end"]:
         case "built":

@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,11 @@ class Client:
     stub: compiler_pb2_grpc.CompilerStub
     compiler: Compiler
     models: Path
-    store: LocalStore
+    store_directory: Path
+
+    @cached_property
+    def store(self) -> LocalStore:
+        return LocalStore(self.store_directory)
 
     def source(self, name: str = "m", **plan: Any) -> str:
         """A directory that looks like a checkpoint from outside; a fake build of it does what `plan` says."""
@@ -88,7 +93,14 @@ class Client:
         await self.events(job_id)
         return await self.get(job_id)
 
-    def publish(self, artifact_id: str = ENGINE_ID, model_id: str = MODEL_ID, *, with_model: bool = True) -> None:
+    def publish(
+        self,
+        artifact_id: str = ENGINE_ID,
+        model_id: str = MODEL_ID,
+        *,
+        with_model: bool = True,
+        components: dict[str, str] | None = None,
+    ) -> None:
         """An engine of one empty file, and the model it needs."""
         base = tiny_manifest(TinyModel().spec(Layout.PAGED, 16, 512), ("decode=8x1", "prefill=1x128"), (1,))
         facts = dataclasses.replace(base.model, model_id=model_id, weights_dtype="float32")
@@ -104,6 +116,7 @@ class Client:
             backend="inductor",
             files=files,
             toolchain=toolchain,
+            key_components=components or {},
             target=Target("cpu", ("avx2",), ()),
         )
         self._publish(artifact_id, "engine.bin", encode_manifest(engine))
@@ -146,7 +159,7 @@ def start(tmp_path: Path) -> Starter:
             grpc.aio.insecure_channel(compiler.address) as channel,
         ):
             stub = compiler_pb2_grpc.CompilerStub(channel)
-            yield Client(stub, compiler, models, LocalStore(Path(chosen.store_location.place)))
+            yield Client(stub, compiler, models, Path(chosen.store_location.place))
 
     return started
 

@@ -1,9 +1,16 @@
 """The artifact store over gRPC."""
 
+import hashlib
 import json
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from google.protobuf.duration_pb2 import Duration
 
+from shared.artifacts.key import ArtifactKey
+from shared.artifacts.local import LocalStore
+from shared.artifacts.signing import TrustedKeys, sign_manifest
+from shared.errors import ArtifactUntrusted
 from shared.pb.quire.v1 import common_pb2
 from shared.pb.quire.v1 import compiler_pb2 as pb
 from tests.contract.compiler.conftest import ENGINE_ID, MODEL_ID, refused
@@ -47,10 +54,10 @@ async def test_bad_listings(client, fields):
         await client.stub.ListArtifacts(pb.ListArtifactsRequest(**fields))
 
 
-@pytest.mark.parametrize("verb", ["GetArtifact", "VerifyArtifact", "DeleteArtifact", "CheckCompatibility"])
+@pytest.mark.parametrize("verb", ["GetArtifact", "VerifyArtifact", "DeleteArtifact", "SignArtifact", "CheckCompatibility"])
 async def test_ids_that_name_nothing(client, verb):
     def request(artifact_id):
-        extra = {"device": DEVICE} if verb == "CheckCompatibility" else {}
+        extra = {"CheckCompatibility": {"device": DEVICE}, "SignArtifact": {"signature": b"s"}}.get(verb, {})
         return getattr(pb, f"{verb}Request")(artifact_id=artifact_id, **extra)
 
     with refused("ARTIFACT_NOT_FOUND"):
@@ -138,3 +145,61 @@ async def test_capabilities_name_what_is_there_and_what_is_missing(client):
     assert all(entry.available != bool(entry.reason) for entry in found.backends)
     assert found.cpu_count >= 1
     assert found.memory_bytes > 1 << 28
+
+
+async def test_a_collection_keeps_what_is_in_use_and_says_what_went(client):
+    unused, model = "1" * 64, "2" * 64
+    client.publish()
+    client.publish(unused, model)
+    with client.store.open(ENGINE_ID):  # a runtime serves it; its model stays because it does
+        report = await client.stub.CollectGarbage(pb.CollectGarbageRequest(max_bytes=0))
+        assert (set(report.removed), list(report.failed)) == ({unused, model}, [])
+        assert report.freed_bytes > 0
+        assert {info.artifact_id for info in client.store.list()} == {ENGINE_ID, MODEL_ID}
+        aged = pb.CollectGarbageRequest(max_age=Duration(seconds=3600))
+        assert not (await client.stub.CollectGarbage(aged)).removed
+    assert not (await client.stub.CollectGarbage(pb.CollectGarbageRequest())).removed, "no limit, nothing to remove"
+    assert list((await client.stub.CollectGarbage(pb.CollectGarbageRequest(max_bytes=0))).removed) == [ENGINE_ID, MODEL_ID]
+    with refused("FIELD_OUT_OF_RANGE", "max_age"):
+        await client.stub.CollectGarbage(pb.CollectGarbageRequest(max_age=Duration(seconds=-1)))
+
+
+async def test_a_signature_travels_and_is_kept(client):
+    key = Ed25519PrivateKey.generate()
+    trusting = LocalStore(client.store_directory, verifier=TrustedKeys([key.public_key()]))
+    client.publish()
+    with pytest.raises(ArtifactUntrusted):
+        trusting.open(ENGINE_ID)
+    manifest = (await client.stub.GetArtifact(pb.GetArtifactRequest(artifact_id=ENGINE_ID))).artifact.manifest_json
+    await client.stub.SignArtifact(pb.SignArtifactRequest(artifact_id=ENGINE_ID, signature=sign_manifest(key, manifest)))
+    trusting.open(ENGINE_ID).close()
+    for bad in (b"", b"x" * 2000):
+        with refused("FIELD_OUT_OF_RANGE", "signature"):
+            await client.stub.SignArtifact(pb.SignArtifactRequest(artifact_id=ENGINE_ID, signature=bad))
+
+
+async def test_a_miss_is_explained_by_the_nearest_engines(client):
+    """The parts of the key, and the engines that share most of them first."""
+
+    def digests(**values):
+        return {name: hashlib.sha256(value.encode()).hexdigest() for name, value in values.items()}
+
+    wanted = digests(weights="w", profiles="p", toolchain="t")
+    spec = client.spec(client.source(components=wanted))
+    nothing = await client.stub.ExplainMiss(pb.ExplainMissRequest(spec=spec))
+    assert (nothing.hit, list(nothing.nearest)) == (False, [])
+    client.publish("3" * 64, components=digests(weights="w", profiles="q", toolchain="u"))
+    client.publish("4" * 64, components=digests(weights="w", profiles="p", toolchain="u"))
+    client.publish("5" * 64)
+    answer = await client.stub.ExplainMiss(pb.ExplainMissRequest(spec=spec))
+    assert (answer.artifact_id, answer.hit) == (ArtifactKey(wanted).artifact_id, False)
+    assert [(near.artifact_id[0], list(near.components)) for near in answer.nearest] == [
+        ("4", ["toolchain"]),
+        ("3", ["profiles", "toolchain"]),
+        ("5", ["profiles", "toolchain", "weights"]),
+    ]
+    client.publish(ArtifactKey(wanted).artifact_id, components=wanted)
+    assert (await client.stub.ExplainMiss(pb.ExplainMissRequest(spec=spec))).hit
+    assert not (await client.stub.ListCompileJobs(pb.ListCompileJobsRequest())).jobs
+    with refused("SOURCE_INVALID"):
+        await client.stub.ExplainMiss(pb.ExplainMissRequest(spec=client.spec(client.source("bad", end="failed"))))

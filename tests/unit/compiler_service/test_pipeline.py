@@ -114,6 +114,12 @@ def test_the_second_time_nothing_is_built_or_asked(bench):
     assert Stage.BUILD not in bench.stages
 
 
+def test_the_key_is_known_without_building(bench):
+    key = pipeline.key(bench.spec(), bench.workspace, bench.progress)
+    assert (bench.built, bench.kinds(), bench.stages[-1]) == (0, ["model"], Stage.PROVE)
+    assert bench.run().artifact_id == key.artifact_id
+
+
 def test_a_damaged_engine_is_built_again(bench):
     first = bench.run()
     with bench.workspace.store.open(first.artifact_id) as handle:

@@ -89,6 +89,21 @@ class CompilerStub:
                 request_serializer=quire_dot_v1_dot_compiler__pb2.DeleteArtifactRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_compiler__pb2.DeleteArtifactResponse.FromString,
                 _registered_method=True)
+        self.SignArtifact = channel.unary_unary(
+                '/quire.v1.Compiler/SignArtifact',
+                request_serializer=quire_dot_v1_dot_compiler__pb2.SignArtifactRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_compiler__pb2.SignArtifactResponse.FromString,
+                _registered_method=True)
+        self.CollectGarbage = channel.unary_unary(
+                '/quire.v1.Compiler/CollectGarbage',
+                request_serializer=quire_dot_v1_dot_compiler__pb2.CollectGarbageRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_compiler__pb2.CollectGarbageResponse.FromString,
+                _registered_method=True)
+        self.ExplainMiss = channel.unary_unary(
+                '/quire.v1.Compiler/ExplainMiss',
+                request_serializer=quire_dot_v1_dot_compiler__pb2.ExplainMissRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_compiler__pb2.ExplainMissResponse.FromString,
+                _registered_method=True)
         self.CheckCompatibility = channel.unary_unary(
                 '/quire.v1.Compiler/CheckCompatibility',
                 request_serializer=quire_dot_v1_dot_compiler__pb2.CheckCompatibilityRequest.SerializeToString,
@@ -176,6 +191,28 @@ class CompilerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SignArtifact(self, request, context):
+        """Store a signature over an artifact's manifest, made by whoever holds the key; it takes the place of an earlier one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CollectGarbage(self, request, context):
+        """Remove artifacts unused for long, then the least recently used ones over a size; never what is in use or needed by what stays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainMiss(self, request, context):
+        """Why the store has no engine for a spec: the parts of its key that differ from the nearest engines'. Nothing is built; the model
+        is converted if no job has done so yet, because its bytes are part of the key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CheckCompatibility(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -246,6 +283,21 @@ def add_CompilerServicer_to_server(servicer, server):
                     servicer.DeleteArtifact,
                     request_deserializer=quire_dot_v1_dot_compiler__pb2.DeleteArtifactRequest.FromString,
                     response_serializer=quire_dot_v1_dot_compiler__pb2.DeleteArtifactResponse.SerializeToString,
+            ),
+            'SignArtifact': grpc.unary_unary_rpc_method_handler(
+                    servicer.SignArtifact,
+                    request_deserializer=quire_dot_v1_dot_compiler__pb2.SignArtifactRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_compiler__pb2.SignArtifactResponse.SerializeToString,
+            ),
+            'CollectGarbage': grpc.unary_unary_rpc_method_handler(
+                    servicer.CollectGarbage,
+                    request_deserializer=quire_dot_v1_dot_compiler__pb2.CollectGarbageRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_compiler__pb2.CollectGarbageResponse.SerializeToString,
+            ),
+            'ExplainMiss': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainMiss,
+                    request_deserializer=quire_dot_v1_dot_compiler__pb2.ExplainMissRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_compiler__pb2.ExplainMissResponse.SerializeToString,
             ),
             'CheckCompatibility': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckCompatibility,
@@ -555,6 +607,87 @@ class Compiler:
             '/quire.v1.Compiler/DeleteArtifact',
             quire_dot_v1_dot_compiler__pb2.DeleteArtifactRequest.SerializeToString,
             quire_dot_v1_dot_compiler__pb2.DeleteArtifactResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SignArtifact(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Compiler/SignArtifact',
+            quire_dot_v1_dot_compiler__pb2.SignArtifactRequest.SerializeToString,
+            quire_dot_v1_dot_compiler__pb2.SignArtifactResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CollectGarbage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Compiler/CollectGarbage',
+            quire_dot_v1_dot_compiler__pb2.CollectGarbageRequest.SerializeToString,
+            quire_dot_v1_dot_compiler__pb2.CollectGarbageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainMiss(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Compiler/ExplainMiss',
+            quire_dot_v1_dot_compiler__pb2.ExplainMissRequest.SerializeToString,
+            quire_dot_v1_dot_compiler__pb2.ExplainMissResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,6 +8,7 @@ from compiler_service.worker.protocol import (
     Built,
     Explained,
     Failed,
+    Keyed,
     Progress,
     Request,
     Verb,
@@ -25,6 +26,7 @@ MESSAGES = [
     Built("a" * 64, reused=False),
     Explained((CERTIFICATE,)),
     Explained(()),
+    Keyed({"weights": "a" * 64}),
     Failed(JobError("SOURCE_INVALID", "no", details={"shard": "2"})),
 ]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from shared.cli.main import hoist_output
-from shared.cli.options import compile_spec, enum_value, kv_options, word_of
+from shared.cli.options import byte_count, compile_spec, enum_value, kv_options, seconds, word_of
 from shared.errors import FieldOutOfRange
 from shared.pb.quire.v1 import common_pb2
 
@@ -83,3 +83,28 @@ def test_bad_compaction_words_are_refused(text):
 )
 def test_output_may_stand_anywhere(words, hoisted):
     assert hoist_output(words) == hoisted
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("30d", 2_592_000), ("12h", 43_200), ("90m", 5400), ("10s", 10), ("0s", 0), ("1.5 h", 5400)]
+)
+def test_durations(text, value):
+    assert seconds(text, "--max-age") == value
+
+
+@pytest.mark.parametrize(("text", "value"), [("0", 0), ("1000", 1000), ("500MB", 500_000_000), ("2GiB", 2 << 30), ("1.5KiB", 1536)])
+def test_sizes(text, value):
+    assert byte_count(text, "--max-bytes") == value
+
+
+@pytest.mark.parametrize("text", ["", "d", "-1d", "1", "1w", "1D", "1e3s", "nan", "1" * 16 + "s"])
+def test_what_is_no_duration_is_refused_by_option(text):
+    with pytest.raises(FieldOutOfRange, match="such as 30d") as caught:
+        seconds(text, "--max-age")
+    assert caught.value.field == "--max-age"
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1gib", "1 G", "0x10"])
+def test_what_is_no_size_is_refused_by_option(text):
+    with pytest.raises(FieldOutOfRange, match="such as 20GiB"):
+        byte_count(text, "--max-bytes")
