@@ -26,6 +26,7 @@ from runtime_service.loop import ServingLoop
 from runtime_service.service.control import ControlServicer
 from runtime_service.service.engines import Engines, Loader
 from runtime_service.service.inference import InferenceServicer
+from runtime_service.service.metrics import RuntimeCollector
 from runtime_service.service.probes import report_health
 from shared.artifacts.locate import open_store
 from shared.artifacts.store import ArtifactStore
@@ -33,6 +34,7 @@ from shared.errors import FieldOutOfRange, QuireError
 from shared.pb.quire.v1 import control_pb2_grpc, inference_pb2_grpc
 from shared.rpc.server import Server, stop_signals
 from shared.telemetry.log import configure_logging
+from shared.telemetry.metrics import ServiceMetrics
 
 SERVICES = ("quire.v1.Inference", "quire.v1.Control")
 TOKENISING_THREADS = 2
@@ -48,7 +50,10 @@ class Runtime:
         self._tokenising = ThreadPoolExecutor(TOKENISING_THREADS, thread_name_prefix="tokenise")
         self.loop = ServingLoop(settings.max_waiting_requests)
         self.engines = Engines(store, loader, self.loop, settings, self._tokenising)
-        self.server = Server(settings.server_options, SERVICES, settings.interceptors)
+        metrics = ServiceMetrics("runtime")
+        metrics.registry.register(RuntimeCollector(metrics.prefix, self.loop, self.engines.all))
+        self.metrics = settings.metrics_endpoint(metrics.registry)
+        self.server = Server(settings.server_options, SERVICES, settings.interceptors, metrics.note_call)
         inference = InferenceServicer(self.loop, self.engines, settings)
         control = ControlServicer(self.loop, self.engines, settings)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, self.server.grpc)
@@ -56,11 +61,18 @@ class Runtime:
         self.address = ""
 
     async def __aenter__(self) -> Runtime:
+        if self.metrics is not None:
+            self.metrics.start()
         self.address = await self.server.start()
         self.loop.start()
         self._health = asyncio.create_task(report_health(self.server, self.loop, self.engines, self._settings.hang_after_s))
         self._starting = asyncio.create_task(asyncio.to_thread(self.engines.start))
         return self
+
+    @property
+    def addresses(self) -> dict[str, str | None]:
+        """Where it serves, with the real ports."""
+        return {"address": self.address, "metrics_address": self.metrics and self.metrics.address}
 
     async def started(self) -> None:
         """Returns once everything it starts with is loaded; raises what prevents that."""
@@ -77,6 +89,8 @@ class Runtime:
             structlog.get_logger(__name__).info("drained", finished=report.finished, aborted=report.aborted)
         await self.server.stop(LAST_WORDS_S)
         await asyncio.to_thread(self.loop.stop)
+        if self.metrics is not None:  # last: a drain is worth watching
+            await asyncio.to_thread(self.metrics.stop)
         self._tokenising.shutdown()
 
 
@@ -88,7 +102,7 @@ async def serve(settings: RuntimeSettings) -> None:
         await asyncio.wait([stopping, started], return_when=asyncio.FIRST_COMPLETED)
         if not stopping.done():
             started.result()
-            sys.stdout.write(json.dumps({"address": runtime.address}) + "\n")
+            sys.stdout.write(json.dumps(runtime.addresses) + "\n")
             sys.stdout.flush()
         await stopping
 

@@ -9,12 +9,14 @@ import os
 from pathlib import Path
 from typing import Any, Self
 
+from prometheus_client import CollectorRegistry
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings
 
 from shared.artifacts.locate import StoreLocation
 from shared.rpc.auth import AuthInterceptor, read_tokens
-from shared.rpc.server import ServerOptions, TlsFiles
+from shared.rpc.server import ServerOptions, TlsFiles, check_exposure
+from shared.telemetry.metrics import MetricsEndpoint
 
 
 def split_paths(value: Any) -> Any:
@@ -33,6 +35,9 @@ class ServiceSettings(BaseSettings):
     address: str
     health_address: str | None = None
     """host:port that answers grpc.health.v1 alone, in plaintext, for probes."""
+    metrics_address: str | None = None
+    """ip:port that serves Prometheus metrics over HTTP. Figures alone, in plaintext; beyond this machine only where the service
+    itself may be reached from there: with TLS, or with plaintext allowed."""
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
@@ -73,6 +78,14 @@ class ServiceSettings(BaseSettings):
         if self.tls_certificate is not None and self.tls_key is not None:
             tls = TlsFiles(self.tls_certificate, self.tls_key, self.tls_client_ca)
         return ServerOptions(self.address, self.health_address, tls, self.allow_plaintext, self.reflection)
+
+    def metrics_endpoint(self, registry: CollectorRegistry) -> MetricsEndpoint | None:
+        """What serves `registry`, where an address is set. FieldOutOfRange for one that must not be opened."""
+        if self.metrics_address is None:
+            return None
+        on_purpose = self.tls_certificate is not None or self.allow_plaintext
+        check_exposure(self.metrics_address, on_purpose=on_purpose, field="metrics_address")
+        return MetricsEndpoint(self.metrics_address, registry)
 
     @property
     def interceptors(self) -> list[AuthInterceptor]:

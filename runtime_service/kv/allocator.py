@@ -27,6 +27,7 @@ class PageAllocator:
         # A stack: the page released last is handed out next, while its bytes are still in a cache.
         self._free = [PageId(p) for p in range(num_pages - 1, 0, -1)]
         self._references = [0] * num_pages
+        self._num_shared = 0
 
     @property
     def capacity(self) -> int:
@@ -44,7 +45,7 @@ class PageAllocator:
 
     @property
     def num_shared(self) -> int:
-        return sum(count > 1 for count in self._references)
+        return self._num_shared
 
     def is_shared(self, page: PageId) -> bool:
         return self._references[page] > 1
@@ -65,6 +66,7 @@ class PageAllocator:
         self._check_owned(pages)
         for page in pages:
             self._references[page] += 1
+            self._num_shared += self._references[page] == 2
         return list(pages)
 
     def release(self, pages: Iterable[PageId]) -> int:
@@ -77,13 +79,14 @@ class PageAllocator:
         freed = 0
         for page in pages:
             self._references[page] -= 1
+            self._num_shared -= self._references[page] == 1
             if self._references[page] == 0:
                 self._free.append(page)
                 freed += 1
         return freed
 
     def check_integrity(self) -> None:
-        """InternalError unless free and used pages are disjoint and together all pages but the dump page."""
+        """InternalError unless free and used pages are disjoint, together all pages but the dump page, and rightly counted."""
         free = set(self._free)
         referenced = {p for p, count in enumerate(self._references) if count > 0}
         everything = set(range(1, self.num_pages))
@@ -93,6 +96,8 @@ class PageAllocator:
                 f"should be {self.capacity}; both free and used: {sorted(free & referenced)[:8]}, "
                 f"lost: {sorted(everything - free - referenced)[:8]}"
             )
+        if (shared := sum(count > 1 for count in self._references)) != self._num_shared:
+            raise InternalError(f"page accounting is broken: {shared} pages are shared, {self._num_shared} are counted")
 
     def _check_owned(self, pages: Sequence[PageId]) -> None:
         if len(set(pages)) != len(pages):

@@ -20,7 +20,10 @@ from shared.manifest import ModelFacts
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One sequence and what turns its logits into output. `physical_len` is what it held when it finished."""
+    """One sequence and what turns its logits into output. `physical_len` is what it held when it finished.
+
+    `last_token` is when its latest token came out.
+    """
 
     generation: Generation
     sequence: Sequence
@@ -28,6 +31,7 @@ class Sample:
     output: OutputAssembler
     finished: Finished | None = None
     physical_len: int = 0
+    last_token: float | None = None
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime_service.core.evidence import CompactionEvidence
+from runtime_service.session.latency import LatencyReadings
 
 
 @dataclass(slots=True)
@@ -32,12 +33,18 @@ class EngineLoad:
     requests_failed: int
     pages_total: int
     pages_free: int
+    pages_shared: int
     pages_leaked: int
     steps: int
     prompt_tokens: int
     generated_tokens: int
     preemptions: int
     compaction: CompactionEvidence
+    latencies: LatencyReadings
+
+    @property
+    def pages_used(self) -> int:
+        return self.pages_total - self.pages_free
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from runtime_service.scheduler.budget import Capacity, check_request
 from runtime_service.scheduler.scheduler import Scheduler
 from runtime_service.session.generation import Generation, Sample
 from runtime_service.session.inputs import build_inputs
+from runtime_service.session.latency import Latencies
 from runtime_service.session.load import Counters, EngineLoad
 from runtime_service.session.turnover import Turnover
 from runtime_service.streaming.vocabulary import Vocabulary
@@ -63,6 +64,7 @@ class EngineSession:
         self.scheduler = Scheduler(manifest.cache, manifest.profiles, self.allocator)
         self.compactor = Compactor(self.pool, self.allocator, POLICIES, manifest.profiles[Phase.DECODE].batch.max)
         self.counters = Counters()
+        self.latencies = Latencies()
         self.turnover = Turnover(manifest.profiles[Phase.DECODE].batch.max)
         self.generations: dict[Generation, None] = {}
         self._capacity = Capacity(manifest.cache, self.allocator.capacity, self.model.vocab_size, self.model.max_position)
@@ -125,12 +127,14 @@ class EngineSession:
             requests_failed=counters.requests_failed,
             pages_total=self.allocator.capacity,
             pages_free=self.allocator.num_free,
+            pages_shared=self.allocator.num_shared,
             pages_leaked=counters.pages_leaked,
             steps=counters.steps,
             prompt_tokens=counters.prompt_tokens,
             generated_tokens=counters.generated_tokens,
             preemptions=self.scheduler.num_preemptions,
             compaction=self.compactor.evidence,
+            latencies=self.latencies.read(),
         )
 
     # ---- the parts of a step ----
@@ -164,6 +168,7 @@ class EngineSession:
             generation.note_pages()
             if generation.times.started is None:
                 generation.times.started = self._clock()
+                self.latencies.note_start(generation.times, generation.times.started)
                 self.counters.prompt_tokens += len(generation.request.prompt_ids)
 
     def _emit(self, batch: ScheduledBatch, logits: torch.Tensor) -> None:
@@ -197,13 +202,15 @@ class EngineSession:
         return forked
 
     def _push(self, chosen: Sample, token: SampledToken) -> None:
-        generation = chosen.generation
+        generation, now = chosen.generation, self._clock()
+        is_first = generation.times.first_token is None
         try:
-            generation.push(chosen, token, self._clock())
+            generation.push(chosen, token, now)
         except InternalError as error:
             self.end(generation, error)
             return
         self.counters.generated_tokens += 1
+        self.latencies.note_token(chosen, now, is_first=is_first)
         if chosen.finished is not None:
             self._release(chosen)
         if generation.is_finished:
@@ -221,8 +228,10 @@ class EngineSession:
         for chosen in generation.samples:
             self._release(chosen)
         del self.generations[generation]
+        now = self._clock()
+        self.latencies.note_end(generation.times, now)
         if generation.times.started is not None:
-            self.turnover.note(self._clock() - generation.times.started)
+            self.turnover.note(now - generation.times.started)
         self._on_end(generation)
         if not self.generations:
             self._check_idle()
@@ -237,7 +246,7 @@ class EngineSession:
             self.allocator.check_integrity()
         except InternalError as error:
             _log.error("kv_page_accounting_broken", engine=self.name, error=error.message)
-        if self.allocator.num_used != self.counters.pages_leaked:
+        if self.allocator.num_used > self.counters.pages_leaked:
             _log.error("kv_pages_leaked", engine=self.name, pages=self.allocator.num_used)
             self.counters.pages_leaked = self.allocator.num_used
 

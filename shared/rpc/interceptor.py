@@ -17,8 +17,11 @@ from shared.ids import new_id
 from shared.rpc.status import to_status
 
 _OURS = "/quire.v1."
+CallObserver = Callable[[str, str], None]
+"""Told of every call of ours that has ended: `/package.Service/Method`, and `OK` or the reason it failed for."""
 Unary = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
 Streaming = Callable[[Any, grpc.aio.ServicerContext], AsyncIterator[Any]]
+Report = Callable[[float, str], None]
 
 
 def internal_error(cause: BaseException) -> InternalError:
@@ -30,6 +33,9 @@ def internal_error(cause: BaseException) -> InternalError:
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Wraps unary and server-streaming methods of `quire.v1`; other services (health, reflection) pass unchanged."""
+
+    def __init__(self, on_call: CallObserver | None = None) -> None:
+        self._on_call = on_call
 
     async def intercept_service(
         self,
@@ -43,8 +49,17 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         # Requests reach the guard as bytes: what cannot be parsed is the caller's error too, and grpc would call it UNKNOWN.
         parse, codec = _parser(handler.request_deserializer), {"response_serializer": handler.response_serializer}
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream, parse, method), **codec)
-        return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, parse, method), **codec)
+            return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream, parse, self._report(method)), **codec)
+        return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, parse, self._report(method)), **codec)
+
+    def _report(self, method: str) -> Report:
+        def report(started: float, outcome: str) -> None:
+            seconds = round(time.monotonic() - started, 4)
+            structlog.get_logger(__name__).info("call", method=method, outcome=outcome, seconds=seconds)
+            if self._on_call is not None:
+                self._on_call(method, outcome)
+
+        return report
 
 
 def _parser(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -57,43 +72,39 @@ def _parser(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return parse
 
 
-def _guard_unary(call: Unary, parse: Callable[[bytes], Any], method: str) -> Unary:
+def _guard_unary(call: Unary, parse: Callable[[bytes], Any], report: Report) -> Unary:
     async def guarded(data: bytes, context: grpc.aio.ServicerContext) -> Any:
         started = time.monotonic()
         try:
             response = await call(parse(data), context)
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is becomes a status
-            await _abort(error, context, method, started)
-        _log(method, started, "OK")
+            await _abort(error, context, started, report)
+        report(started, "OK")
         return response
 
     return guarded
 
 
-def _guard_stream(call: Streaming, parse: Callable[[bytes], Any], method: str) -> Streaming:
+def _guard_stream(call: Streaming, parse: Callable[[bytes], Any], report: Report) -> Streaming:
     async def guarded(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         started = time.monotonic()
         try:
             async for response in call(parse(data), context):
                 yield response
         except asyncio.CancelledError:
-            _log(method, started, "CANCELLED")
+            report(started, "CANCELLED")
             raise
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is becomes a status
-            await _abort(error, context, method, started)
-        _log(method, started, "OK")
+            await _abort(error, context, started, report)
+        report(started, "OK")
 
     return guarded
 
 
-async def _abort(error: Exception, context: grpc.aio.ServicerContext, method: str, started: float) -> NoReturn:
+async def _abort(error: Exception, context: grpc.aio.ServicerContext, started: float, report: Report) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     known = error if isinstance(error, QuireError) else internal_error(error)
-    _log(method, started, known.reason)
+    report(started, known.reason)
     await context.abort_with_status(rpc_status.to_status(to_status(known)))
     raise AssertionError("abort_with_status returns never")
-
-
-def _log(method: str, started: float, outcome: str) -> None:
-    structlog.get_logger(__name__).info("call", method=method, outcome=outcome, seconds=round(time.monotonic() - started, 4))

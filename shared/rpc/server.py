@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from shared.errors import FieldOutOfRange
-from shared.rpc.interceptor import ErrorInterceptor
+from shared.rpc.interceptor import CallObserver, ErrorInterceptor
 
 OVERALL, LIVENESS, READINESS = "", "liveness", "readiness"
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -51,11 +51,15 @@ class ServerOptions:
     reflection: bool = False
 
     def __post_init__(self) -> None:
-        if self.tls is None and not self.allow_plaintext and not is_loopback(self.address):
-            raise FieldOutOfRange(
-                f"{self.address} is not a loopback address: give a TLS certificate and key, or allow plaintext explicitly",
-                field="address",
-            )
+        check_exposure(self.address, on_purpose=self.tls is not None or self.allow_plaintext, field="address")
+
+
+def check_exposure(address: str, *, on_purpose: bool, field: str) -> None:
+    """FieldOutOfRange for an address beyond this machine that nobody has said should be reached."""
+    if not on_purpose and not is_loopback(address):
+        raise FieldOutOfRange(
+            f"{address} is not a loopback address: give a TLS certificate and key, or allow plaintext explicitly", field=field
+        )
 
 
 def is_loopback(address: str) -> bool:
@@ -75,14 +79,18 @@ class Server:
     """Owns the grpc.aio server and its health. Add servicers to `.grpc`, then `await start()`; `stop()` is idempotent."""
 
     def __init__(
-        self, options: ServerOptions, service_names: Sequence[str], interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+        self,
+        options: ServerOptions,
+        service_names: Sequence[str],
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        on_call: CallObserver | None = None,
     ) -> None:
         self._options = options
         self._names = tuple(service_names)
         self._stopping = False
         self.health = health.aio.HealthServicer()
         self.grpc = grpc.aio.server(
-            interceptors=[ErrorInterceptor(), *interceptors],
+            interceptors=[ErrorInterceptor(on_call), *interceptors],
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

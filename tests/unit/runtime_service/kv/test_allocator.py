@@ -92,6 +92,17 @@ def test_integrity_names_lost_pages_and_pages_that_are_both() -> None:
         allocator.check_integrity()
 
 
+def test_integrity_counts_the_shared_pages() -> None:
+    allocator = PageAllocator(4)
+    owned = allocator.try_allocate(2)
+    assert owned is not None
+    allocator.share(owned)
+    allocator.check_integrity()
+    allocator._num_shared -= 1
+    with pytest.raises(InternalError, match="2 pages are shared, 1 are counted"):
+        allocator.check_integrity()
+
+
 def test_a_pool_without_a_page_to_own_is_refused() -> None:
     with pytest.raises(ValueError, match="num_pages 1"):
         PageAllocator(1)
