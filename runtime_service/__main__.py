@@ -72,7 +72,7 @@ class Runtime:
     @property
     def addresses(self) -> dict[str, str | None]:
         """Where it serves, with the real ports."""
-        return {"address": self.address, "metrics_address": self.metrics and self.metrics.address}
+        return {"address": self.address, "metrics_address": None if self.metrics is None else self.metrics.address}
 
     async def started(self) -> None:
         """Returns once everything it starts with is loaded; raises what prevents that."""
