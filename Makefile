@@ -10,7 +10,7 @@ PROTOS := $(wildcard proto/quire/v1/*.proto)
 export GOMP_SPINCOUNT ?= 1000
 export OMP_WAIT_POLICY ?= active
 
-.PHONY: help setup demo test check lint types arch proto manifests bench-cpu bench-tensorrt bench-compaction prove-fuzz compaction-fuzz serve-fuzz
+.PHONY: help setup demo test check lint types arch proto manifests bench-cpu bench-tensorrt bench-compaction prove-fuzz compaction-fuzz compaction-soak serve-fuzz
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-18s %s\n", $$1, $$2}'
@@ -68,6 +68,9 @@ bench-tensorrt: setup ## what TensorRT-RTX builds cost here: SmolLM2, and Llama 
 
 bench-compaction: setup ## the movers beside a copy: on the GPU if there is one, else on the CPU
 	$(BIN)/python -m tests.bench.compaction
+
+compaction-soak: setup ## 10,000 rounds while requests fork, are preempted and are cancelled
+	$(BIN)/python -m tests.property.compaction_soak --rounds 10000
 
 serve-fuzz: setup ## 1,000 random interleavings of the real serving loop
 	QUIRE_INTERLEAVINGS=1000 $(BIN)/pytest tests/property/runtime_service/test_serving_machine.py --timeout 14400

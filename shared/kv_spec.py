@@ -111,6 +111,11 @@ class KVCacheSpec:
         return sum(len(group.layers) for group in self.groups)
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        """Of the groups that see only their newest entries, ascending."""
+        return tuple(sorted({group.window for group in self.groups if group.window is not None}))
+
+    @property
     def token_bytes(self) -> int:
         return sum(group.token_bytes for group in self.groups)
 

@@ -7,48 +7,53 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Ordinals = NDArray[np.int32]
-"""Ordinals of one sequence, int32 `[n]`."""
+from runtime_service.core.entries import Rows
+from shared.kernels.compaction.modes import RowMode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeepDecision:
-    """Of `length` entries those at ordinals `kept` stay, in all layers and heads (the *union* row mode).
+    """Of `length` entries those at ordinals `kept[r]` stay in the heads that follow row r (`rows` says which); all keep as many.
 
-    ValueError unless `kept` is strictly ascending, within `0..length`, and not empty.
+    ValueError unless each row of `kept` is strictly ascending, within `0..length`, and not empty.
     """
 
     length: int
-    kept: Ordinals
+    kept: Rows
+    rows: RowMode = RowMode.UNION
 
     def __post_init__(self) -> None:
-        if not len(self.kept):
+        if not self.kept.size:
             raise ValueError(f"a round must keep at least one of {self.length} entries")
-        steps = np.diff(self.kept)
-        if (steps <= 0).any():
-            at = int(np.argmax(steps <= 0))
-            raise ValueError(f"kept ordinals must strictly ascend, got {self.kept[at]} then {self.kept[at + 1]} at index {at + 1}")
-        if self.kept[0] < 0 or self.kept[-1] >= self.length:
-            raise ValueError(f"kept ordinals must lie in 0..{self.length}, got {self.kept[0]}..{self.kept[-1]}")
+        row, index = np.nonzero(np.diff(self.kept) <= 0)
+        if len(row):
+            before, after = self.kept[row[0], index[0] : index[0] + 2]
+            raise ValueError(f"kept ordinals must strictly ascend, got {before} then {after}, row {row[0]} index {index[0] + 1}")
+        lowest, highest = self.kept[:, 0].min(), self.kept[:, -1].max()
+        if lowest < 0 or highest >= self.length:
+            raise ValueError(f"kept ordinals must lie in 0..{self.length}, got {lowest}..{highest}")
 
     @property
     def num_evicted(self) -> int:
-        return self.length - len(self.kept)
+        """Entries that each row drops."""
+        return self.length - int(self.kept.shape[1])
 
 
-def keep_best(scores: NDArray[np.float32], budget: int, sinks: int) -> KeepDecision:
+def keep_best(scores: NDArray[np.float32], positions: Rows, budget: int, sinks: int, rows: RowMode = RowMode.UNION) -> KeepDecision:
     """Keep the first `sinks` entries and, of the rest, those of the highest scores: `budget` in all, or every one if fewer.
 
-    `scores` float32 `[length]`. Among equal scores the newest stays. ValueError for a NaN score or for sinks that leave no room
-    for anything else.
+    `scores` float32 `[rows, length]`; `positions` of the entries, one row for all or as many rows as there are scores. Among equal
+    scores the newest stays. ValueError for a NaN score or for sinks that leave no room for anything else.
     """
     if not 0 <= sinks < budget:
         raise ValueError(f"sinks must be 0 to {budget - 1} (below the budget), got {sinks}")
     if np.isnan(scores).any():
-        raise ValueError(f"the score of ordinal {int(np.isnan(scores).argmax())} is NaN; a policy scores every entry with a number")
-    length = len(scores)
+        row, ordinal = np.argwhere(np.isnan(scores))[0]
+        raise ValueError(f"the score of ordinal {ordinal} in row {row} is NaN; a policy scores every entry with a number")
+    num_rows, length = scores.shape
     sinks = min(sinks, length)
-    # A stable ascending sort leaves equal scores oldest first, so the tail holds the newest of them.
-    ascending = np.argsort(scores[sinks:], kind="stable") + sinks
-    best = ascending[max(0, len(ascending) - (budget - sinks)) :]
-    return KeepDecision(length, np.concatenate([np.arange(sinks), np.sort(best)]).astype(np.int32))
+    # By score, then by age: a round that filled holes has left entries out of the order they came in.
+    ascending = np.lexsort((np.broadcast_to(positions, scores.shape)[:, sinks:], scores[:, sinks:])) + sinks
+    best = np.sort(ascending[:, max(0, length - budget) :])
+    first = np.broadcast_to(np.arange(sinks), (num_rows, sinks))
+    return KeepDecision(length, np.concatenate([first, best], axis=1).astype(np.int32), rows)

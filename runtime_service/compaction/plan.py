@@ -1,18 +1,20 @@
 """What a round does to one sequence's memory: a pure function of the decision and the page table.
 
-    page size 4, pages 7 3 9, 11 entries, kept 0 1 5 9 10
+    page size 4, pages 7 3 9, 11 entries, kept 0 2 3 9 10
 
-    before   7: 0 1 2 3     3: 4 5 6 7     9: 8 9 10 .
-    moves    base 2: 5 -> 2, 9 -> 3, 10 -> 4
-    after    7: 0 1 5 9     3: 10 z z z    page 9 is free, z is scrubbed
+                    7          3          9
+    before          0 1 2 3    4 5 6 7    8 9 10 .
+    ordered         0 2 3 9    10 z z z              2 -> 1, 3 -> 2, 9 -> 3, 10 -> 4; page 9 is free, z is scrubbed
+    hole filling    0 9 2 3    10 z z z              9 -> 1, 10 -> 4
 
-Kept entries before the first hole stay where they are: `base` is the first ordinal that is rewritten. Move i goes from
-`sources[i]` to `base + i`, so with ascending sources a destination never overtakes its source, and a forward copy in place only
-overwrites what it has read.
+`order[r, o]` is the ordinal of the entry that comes to lie at ordinal o in the heads of row r: the moves and the new map in one.
+*Ordered*: `order` is the decision itself, and as its rows ascend, no destination overtakes its source: a forward copy in
+place overwrites only what it has read. *Hole filling*: what lies beyond the new length fills, in turn, the holes below it; sources
+and destinations are disjoint.
 
 Layers with a sliding window of W entries keep the newest W, whatever the decision says, and these land so that they end where the
 kept ones end: the engine masks by physical distance, and the newest W are then the W it sees. What lies before them is stale and
-never read.
+never read. Physical distance means nothing once holes have been filled, so engines with windows take ordered rounds only.
 """
 
 from __future__ import annotations
@@ -21,45 +23,57 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from runtime_service.compaction.decision import KeepDecision, Ordinals
+from runtime_service.compaction.decision import KeepDecision
+from runtime_service.core.entries import Rows
 from shared.ids import PageId
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Moves:
-    """Move i reads ordinal `sources[i]` and writes ordinal `base + i`."""
-
-    base: int
-    sources: Ordinals
-
-    @property
-    def end(self) -> int:
-        """First ordinal behind what is written."""
-        return self.base + len(self.sources)
+from shared.kernels.compaction.modes import Mode, RowMode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompactionPlan:
-    """One sequence, one round: of `length` entries those at `kept` survive.
+    """One sequence, one round: of `length` entries those at `kept` survive, and end up in `order`.
 
-    `moves` by window (None = layers that see everything). `pages` is the table the moves run on; its first `num_pages_kept` stay.
-    `copies` are indices into `pages` of shared pages that the round, or the steps after it, will write to: a copy must take their
-    place first. `scrub` are the vacated cells of the page where the kept entries end, as ordinals: the mover zeroes them.
+    `pages` is the table the moves run on; its first `num_pages_kept` stay. `windows`: of the layers that see only their newest
+    entries. `tail` cells behind `length` hold what a step in flight writes, and move right behind the kept ones; what is vacated
+    between them and the end of their page, the mover zeroes. `copies` are indices into `pages` of shared pages that the round, or
+    the steps after it, will write to: a copy must take their place first.
     """
 
     page_size: int
     pages: tuple[PageId, ...]
     length: int
-    kept: Ordinals
-    moves: dict[int | None, Moves]
+    tail: int
+    mode: Mode
+    rows: RowMode
+    kept: Rows
+    order: Rows
+    windows: tuple[int, ...]
     copies: tuple[int, ...]
     num_pages_kept: int
-    scrub: range
 
     @property
     def kept_len(self) -> int:
-        return len(self.kept)
+        return int(self.kept.shape[1])
+
+    @property
+    def num_evicted(self) -> int:
+        """Entries that each row drops."""
+        return self.length - self.kept_len
+
+    @property
+    def base(self) -> int:
+        """First ordinal that is rewritten in any layer, `kept_len` where none is."""
+        return int(self.rewritten[0]) if len(self.rewritten) else self.kept_len
+
+    @property
+    def rewritten(self) -> Rows:
+        """Ordinals that moves write to in any layer, ascending, `[n]`."""
+        moved: NDArray[np.bool_] = (self.order != np.arange(self.kept_len)).any(axis=0)
+        if self.num_evicted:
+            moved[max(0, self.kept_len - max(self.windows, default=0)) :] = True
+        return np.flatnonzero(moved).astype(np.int32)
 
     @property
     def pages_kept(self) -> tuple[PageId, ...]:
@@ -70,10 +84,10 @@ class CompactionPlan:
         return self.pages[self.num_pages_kept :]
 
     @property
-    def indices_owned(self) -> range:
-        """Indices into `pages` that nobody else may read: from the first the round writes to the last kept for tokens to come."""
-        first = min(self.kept_len, *(moves.base for moves in self.moves.values()))
-        return range(first // self.page_size, self.num_pages_kept)
+    def indices_owned(self) -> tuple[int, ...]:
+        """Indices into `pages` that nobody else may read: where moves write, and from the new end on, where tokens to come go."""
+        written = set((self.rewritten // self.page_size).tolist())
+        return tuple(sorted(written.union(range(self.kept_len // self.page_size, self.num_pages_kept))))
 
     def with_copies(self, copies: Sequence[PageId]) -> CompactionPlan:
         """The plan with `copies[i]` in the place of the i-th shared page that was to be copied."""
@@ -84,28 +98,36 @@ class CompactionPlan:
 
     def check(self, is_shared: Callable[[PageId], bool]) -> None:
         """ValueError unless this plan is within the mover's contract: the last look before bytes move."""
-        if not 0 < self.kept_len <= self.length <= len(self.pages) * self.page_size:
-            raise ValueError(f"{self.kept_len} of {self.length} entries on {len(self.pages)} pages of {self.page_size}")
-        if not self.kept_len <= self.num_pages_kept * self.page_size:
-            raise ValueError(f"{self.kept_len} kept entries on {self.num_pages_kept} pages of {self.page_size}")
-        for window, moves in self.moves.items():
-            self._check_moves("full layers" if window is None else f"layers with window {window}", moves)
+        KeepDecision(self.length, self.kept)
+        if self.length + self.tail > len(self.pages) * self.page_size:
+            raise ValueError(f"{self.length} + {self.tail} entries on {len(self.pages)} pages of {self.page_size}")
+        if self.kept_len + self.tail > self.num_pages_kept * self.page_size:
+            raise ValueError(f"{self.kept_len} + {self.tail} kept entries on {self.num_pages_kept} pages of {self.page_size}")
+        window = max(self.windows, default=0)
+        if self.num_evicted and self.kept_len < window:
+            raise ValueError(f"a round that keeps {self.kept_len} entries would cut the sliding window of {window}; keep as many")
+        self._check_order()
         for index in self.indices_owned:
             if is_shared(self.pages[index]):
                 raise ValueError(f"page {self.pages[index]} at index {index} would be written to, and another sequence reads it")
 
-    def _check_moves(self, name: str, moves: Moves) -> None:
-        sources, destinations = moves.sources, np.arange(moves.base, moves.end)
-        if moves.end != self.kept_len or moves.base < 0:
-            raise ValueError(f"{name}: moves to {moves.base}..{moves.end} must end where the {self.kept_len} kept entries end")
-        if (np.diff(sources) <= 0).any():
-            raise ValueError(f"{name}: sources must strictly ascend, got {sources.tolist()[:16]}")
-        if len(sources) and not 0 <= sources[0] <= sources[-1] < self.length:
-            raise ValueError(f"{name}: sources must lie in 0..{self.length}, got {sources[0]}..{sources[-1]}")
-        overtaking = np.flatnonzero(destinations > sources)
-        if len(overtaking):
-            index = int(overtaking[0])
-            raise ValueError(f"{name}: move {index} to ordinal {destinations[index]} would overtake its source {sources[index]}")
+    def _check_order(self) -> None:
+        if self.order.shape != self.kept.shape or (np.sort(self.order) != self.kept).any():
+            raise ValueError(
+                f"what is moved must be what is kept, once each; got order {self.order.tolist()} of {self.kept.tolist()}"
+            )
+        if self.mode is Mode.ORDERED:
+            if (self.order != self.kept).any():
+                raise ValueError(f"ordered moves must keep the order of {self.kept.tolist()}, got {self.order.tolist()}")
+            return
+        if self.windows:
+            raise ValueError(f"hole filling is exact where order does not matter; layers with windows of {self.windows} see it")
+        row, ordinal = np.nonzero((self.order != np.arange(self.kept_len)) & (self.order < self.kept_len))
+        if len(row):
+            raise ValueError(
+                f"row {row[0]}: a hole must be filled from beyond the new length {self.kept_len}, "
+                f"got ordinal {self.order[row[0], ordinal[0]]} for ordinal {ordinal[0]}"
+            )
 
 
 def plan_round(
@@ -113,35 +135,35 @@ def plan_round(
     pages: Sequence[PageId],
     page_size: int,
     *,
-    windows: Iterable[int | None],
+    mode: Mode,
+    windows: Iterable[int],
     reserve: int,
     is_shared: Callable[[PageId], bool],
+    tail: int = 0,
 ) -> CompactionPlan:
-    """Plan a round. Pages that hold `reserve` entries stay even when fewer survive.
-
-    ValueError, naming both numbers, when something is evicted and a window is larger than what is kept.
-    """
-    kept_len = len(decision.kept)
-    num_pages_kept = min(len(pages), -(-max(kept_len, reserve) // page_size))
+    """Plan a round. Pages that hold `reserve` entries stay even when fewer survive."""
+    kept_len = decision.kept.shape[1]
     plan = CompactionPlan(
         page_size=page_size,
         pages=tuple(pages),
         length=decision.length,
+        tail=tail,
+        mode=mode,
+        rows=decision.rows,
         kept=decision.kept,
-        moves={window: _moves(decision, window) for window in windows},
+        order=decision.kept if mode is Mode.ORDERED else fill_holes(decision.kept),
+        windows=tuple(windows),
         copies=(),
-        num_pages_kept=num_pages_kept,
-        scrub=range(kept_len, min(decision.length, -(-kept_len // page_size) * page_size)),
+        num_pages_kept=min(len(pages), -(-max(kept_len + tail, reserve) // page_size)),
     )
     return replace(plan, copies=tuple(index for index in plan.indices_owned if is_shared(pages[index])))
 
 
-def _moves(decision: KeepDecision, window: int | None) -> Moves:
-    kept_len, length = len(decision.kept), decision.length
-    if window is None or kept_len == length:
-        displaced = np.flatnonzero(decision.kept != np.arange(kept_len))
-        base = int(displaced[0]) if len(displaced) else kept_len
-        return Moves(base, decision.kept[base:])
-    if kept_len < window:
-        raise ValueError(f"a round that keeps {kept_len} entries would cut the sliding window of {window}; keep at least as many")
-    return Moves(kept_len - window, np.arange(length - window, length, dtype=np.int32))
+def fill_holes(kept: Rows) -> Rows:
+    """The order after hole filling, of each row: lowest survivor beyond the new length into the lowest hole below it."""
+    rows, length = kept.shape
+    staying = np.zeros((rows, length + 1), dtype=bool)
+    np.put_along_axis(staying, np.minimum(kept, length), True, axis=1)
+    order = np.broadcast_to(np.arange(length, dtype=np.int32), kept.shape).copy()
+    order[~staying[:, :length]] = kept[kept >= length]  # a row has as many of the ones as of the others
+    return order

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from runtime_service.core.entries import Rows
 from runtime_service.core.sequence import Sequence as KVSequence
 from runtime_service.kv.pool import KVPool
-from shared.ids import Position
+from shared.kernels.compaction.modes import RowMode
 
 
 class KVView:
@@ -32,8 +32,8 @@ class KVView:
         return self._sequence.computed
 
     @property
-    def positions(self) -> Sequence[Position]:
-        """Logical position of each entry, ascending, `[length]`."""
+    def positions(self) -> Rows:
+        """Logical position of each entry, int32 `[rows, length]`; one row until a round lets heads keep entries of their own."""
         return self._sequence.positions
 
     @property
@@ -50,10 +50,15 @@ class Policy(Protocol):
     """Stateless, and the same scores for the same view: rounds are replayed from what was decided, not scored again."""
 
     @property
+    def rows(self) -> RowMode:
+        """Which heads share a decision; `score` has a row for each decision."""
+        ...
+
+    @property
     def reads_keys(self) -> bool:
         """Whether `score` asks for keys, and so needs a layer that holds every entry."""
         ...
 
     def score(self, view: KVView) -> NDArray[np.float32]:
-        """float32 `[length]`, higher = keep, never NaN."""
+        """float32 `[rows, length]`, higher = keep, never NaN."""
         ...

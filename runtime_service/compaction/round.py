@@ -1,35 +1,51 @@
 """A compaction round, the transaction: decide, plan, move, commit.
 
     1  decide   what each sequence of the cohort keeps; after a preemption, what it kept the first time
-    2  plan     moves and pages, pure, checked against the mover's contract
+    2  plan     moves and pages, pure, checked against the mover's contract; for a draft's cache, by the same decision
     3  move     bytes, in place; shared pages that would be written are copied first
     4  commit   lengths, table and page release of the whole cohort
 
 Steps 1 to 3 change no mapping. If one raises, every sequence still has the pages and lengths it had; from step 3 on its bytes are
 undefined, so the caller gives the cohort up or has it recomputed.
+
+On a GPU moves are launched, not awaited, and an event is recorded behind them. The commit is in stream order: whatever is launched
+by the new lengths and tables runs behind the event. Pages that come free, in this round or because a sequence of it is preempted
+or cancelled while the moves run, change hands only when the event has passed.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 
-import numpy as np
-
+from runtime_service.compaction.accounting import evidence_of
 from runtime_service.compaction.decision import KeepDecision, keep_best
+from runtime_service.compaction.draft import DraftCache
 from runtime_service.compaction.executor import RoundExecutor
 from runtime_service.compaction.plan import CompactionPlan, plan_round
 from runtime_service.compaction.policy import KVView, Policy
 from runtime_service.compaction.trigger import reserve
 from runtime_service.core.evidence import CompactionEvidence
+from runtime_service.core.params import CompactionParams
 from runtime_service.core.sequence import Sequence as KVSequence
 from runtime_service.kv.allocator import PageAllocator
 from runtime_service.kv.pool import KVPool
-from shared.ids import Ordinal, PageId
+from shared.ids import PageId
+from shared.kernels.compaction.modes import Mode
+
+
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """Where plans are carried out: the target's memory, or its draft's."""
+
+    pool: KVPool
+    allocator: PageAllocator
 
 
 class Compactor:
-    """Rounds on one pool. `evidence` sums over all of them."""
+    """Rounds on one pool, and on the pool of its draft if there is one. `evidence` sums over the target's rounds."""
 
     def __init__(
         self,
@@ -37,81 +53,110 @@ class Compactor:
         allocator: PageAllocator,
         policies: Mapping[str, Policy],
         max_sequences: int,
+        draft: DraftCache | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._pool = pool
         self._allocator = allocator
         self._policies = policies
-        self._executor = RoundExecutor(pool, max_sequences)
+        self._draft = draft
+        self._caches = [_Cache(pool, allocator)]
+        if draft is not None:
+            self._caches.append(_Cache(draft.pool, draft.allocator))
+        max_tail = 0 if draft is None else draft.max_ahead
+        self._executor = RoundExecutor([cache.pool for cache in self._caches], max_sequences, max_tail)
         self._clock = clock
         self.evidence = CompactionEvidence()
+
+    def prepare(self, params: CompactionParams) -> None:
+        """Bind what rounds of a request with `params` need, so that none of its rounds does."""
+        self._executor.prepare(params.mode, self._policies[params.policy].rows, params.budget)
 
     def run(self, cohort: Sequence[KVSequence]) -> bool:
         """Run one round. False, with nothing changed, when no page is free for a copy of a shared page."""
         started = self._clock()
-        plans = [self._plan(sequence) for sequence in cohort]
-        copies = self._allocator.try_allocate(sum(len(plan.copies) for plan in plans))
-        if copies is None:
-            return False
-        try:
-            plans = self._copy_shared(plans, copies)
-            self._move(plans)
-        except BaseException:
-            self._allocator.release(copies)
-            raise
+        plans = self._plan(cohort)
+        with ExitStack() as undo:
+            copies = []
+            for cache, planned in zip(self._caches, plans, strict=True):
+                pages = cache.allocator.try_allocate(sum(len(plan.copies) for plan in planned))
+                if pages is None:
+                    return False
+                undo.callback(cache.allocator.release, pages)
+                copies.append(pages)
+            plans = self._move(plans, copies)
+            undo.pop_all()
         self._commit(cohort, plans, (self._clock() - started) / len(cohort))
         return True
 
     def decide(self, sequence: KVSequence) -> KeepDecision:
+        compaction = _params(sequence)
+        policy = self._policies[compaction.policy]
         if sequence.is_replaying:
-            return KeepDecision(sequence.physical_len, np.asarray(sequence.remembered_round(), dtype=np.int32))
-        compaction = sequence.request.compaction
-        assert compaction is not None, sequence
-        scores = self._policies[compaction.policy].score(KVView(sequence, self._pool))
-        return keep_best(scores, compaction.budget, compaction.sinks)
+            return KeepDecision(sequence.physical_len, sequence.remembered_round(), policy.rows)
+        scores = policy.score(KVView(sequence, self._pool))
+        return keep_best(scores, sequence.positions, compaction.budget, compaction.sinks, policy.rows)
 
-    def _plan(self, sequence: KVSequence) -> CompactionPlan:
-        decision = self.decide(sequence)
+    def _plan(self, cohort: Sequence[KVSequence]) -> list[list[CompactionPlan]]:
+        """A list of plans for each cache."""
+        decisions = [(sequence, self.decide(sequence), _params(sequence).mode) for sequence in cohort]
+        plans = [[self._target_plan(*decided) for decided in decisions]]
+        if self._draft is not None:
+            plans.append([self._draft.plan(*decided) for decided in decisions])
+        return plans
+
+    def _target_plan(self, sequence: KVSequence, decision: KeepDecision, mode: Mode) -> CompactionPlan:
+        spec = self._pool.spec
         return plan_round(
             decision,
             sequence.pages,
-            self._pool.spec.page_size,
-            windows=[group.window for group in self._pool.spec.groups],
-            reserve=reserve(sequence, len(decision.kept)),
+            spec.page_size,
+            mode=mode,
+            windows=spec.windows,
+            reserve=reserve(sequence, decision.kept.shape[1]),
             is_shared=self._allocator.is_shared,
         )
 
-    def _copy_shared(self, plans: Sequence[CompactionPlan], copies: Sequence[PageId]) -> list[CompactionPlan]:
-        remaining = iter(copies)
-        owned = []
-        for plan in plans:
-            own = [next(remaining) for _ in plan.copies]
-            for index, page in zip(plan.copies, own, strict=True):
-                self._pool.copy_page(plan.pages[index], page)
-            owned.append(plan.with_copies(own))
+    def _move(self, plans: Sequence[Sequence[CompactionPlan]], copies: Sequence[Sequence[PageId]]) -> list[list[CompactionPlan]]:
+        """Copy what is shared, check, launch. Returns the plans on the pages they ran on."""
+        try:
+            owned = [
+                _copy_shared(cache.pool, planned, pages) for cache, planned, pages in zip(self._caches, plans, copies, strict=True)
+            ]
+            for cache, planned in zip(self._caches, owned, strict=True):
+                for plan in planned:
+                    plan.check(cache.allocator.is_shared)
+            self._executor.execute(owned)
+        finally:
+            for cache in self._caches:
+                cache.allocator.hold_back(cache.pool.fence())
         return owned
 
-    def _move(self, plans: Sequence[CompactionPlan]) -> None:
-        for plan in plans:
-            plan.check(self._allocator.is_shared)
-        self._executor.execute(plans)
-
-    def _commit(self, cohort: Sequence[KVSequence], plans: Sequence[CompactionPlan], duration_s: float) -> None:
-        for sequence, plan in zip(cohort, plans, strict=True):
+    def _commit(self, cohort: Sequence[KVSequence], plans: Sequence[Sequence[CompactionPlan]], duration_s: float) -> None:
+        for sequence, plan, *draft_plans in zip(cohort, *plans, strict=True):
             was_replaying = sequence.is_replaying
-            dropped = sequence.compact([Ordinal(o) for o in plan.kept.tolist()], plan.pages_kept)
-            evidence = self._evidence(plan, self._allocator.release(dropped), duration_s)
+            pages_freed = self._allocator.release(sequence.compact(plan.order, plan.pages_kept))
+            evidence = evidence_of(plan, self._pool.spec, pages_freed, duration_s)
             self.evidence += evidence
             if not was_replaying:
                 sequence.evidence += evidence
+            if self._draft is not None:
+                self._draft.compact(sequence, *draft_plans)
 
-    def _evidence(self, plan: CompactionPlan, pages_freed: int, duration_s: float) -> CompactionEvidence:
-        rows = {group: len(group.layers) * len(plan.moves[group.window].sources) for group in self._pool.spec.groups}
-        return CompactionEvidence(
-            rounds=1,
-            tokens_evicted=plan.length - plan.kept_len,
-            rows_moved=sum(rows.values()),
-            bytes_moved=sum(count * group.token_bytes // len(group.layers) for group, count in rows.items()),
-            pages_freed=pages_freed,
-            duration_s=duration_s,
-        )
+
+def _params(sequence: KVSequence) -> CompactionParams:
+    compaction = sequence.request.compaction
+    assert compaction is not None, sequence
+    return compaction
+
+
+def _copy_shared(pool: KVPool, plans: Sequence[CompactionPlan], copies: Sequence[PageId]) -> list[CompactionPlan]:
+    """Copy on write: the plans on pages that, where they are written to, are nobody else's."""
+    remaining = iter(copies)
+    owned = []
+    for plan in plans:
+        own = [next(remaining) for _ in plan.copies]
+        for index, page in zip(plan.copies, own, strict=True):
+            pool.copy_page(plan.pages[index], page)
+        owned.append(plan.with_copies(own))
+    return owned

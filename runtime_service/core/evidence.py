@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CompactionEvidence:
-    """Sums over rounds. A row is K and V of one entry in one layer; `bytes_moved` counts a moved byte once.
+    """Sums over rounds. A row is K and V of one entry in one head of one layer; `bytes_moved` counts a moved byte once.
 
-    A round of several sequences counts once for each, and each gets an equal part of its duration.
+    `tokens_evicted` are entries that left; where heads keep entries of their own, as many as each of them dropped. A round of
+    several sequences counts once for each, and each gets an equal part of its duration: the time it held up the serving thread. On
+    a GPU the moves themselves run behind that.
 
     Rounds replayed after a preemption are part of a pool's sums, since the work was done, and not of a request's, whose tokens
     were evicted once.

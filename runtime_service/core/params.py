@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from shared.errors import FieldOutOfRange
+from shared.kernels.compaction.modes import Mode
 
 MAX_TEMPERATURE = 10.0
 GREEDY_TEMPERATURE = 1e-5
@@ -133,12 +134,16 @@ class StopParams:
 
 @dataclass(frozen=True, slots=True)
 class CompactionParams:
-    """Rounds keep `budget` entries of a sequence that has grown to `budget + interval`; its first `sinks` are among them."""
+    """Rounds keep `budget` entries of a sequence that has grown to `budget + interval`; its first `sinks` are among them.
+
+    `mode` is how survivors close the gaps: in order, or with fewer moves by filling holes, where nothing looks at the order.
+    """
 
     policy: str
     budget: int
     interval: int
     sinks: int = 4
+    mode: Mode = Mode.ORDERED
 
     def __post_init__(self) -> None:
         if not self.policy:

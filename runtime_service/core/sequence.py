@@ -2,8 +2,8 @@
 
 Two lengths. *Logical*: `tokens` (prompt and generated) and `computed`, how many of them have gone through the engine; they
 never shrink while the sequence runs, and a token's position is its index. *Physical*: the entries the cache holds, in ordinal
-order; a compaction round shrinks it. The map ordinal -> position is stored once, and the physical length is its size, so the
-two cannot drift apart.
+order; a compaction round shrinks it. The map ordinal -> position (`core/entries.py`) is stored once, and the physical length is
+its size, so the two cannot drift apart.
 
     tokens      t0 t1 t2 t3 t4 t5 t6 t7 | t8        computed = 8, t8 goes next, at position 8
     positions   0  1  5  6  7                       physical length 5: t8 is written at ordinal 5
@@ -14,15 +14,17 @@ the same decisions, so a recomputed sequence holds the entries it held before an
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+
+from runtime_service.core.entries import EntryMap, Rows
 from runtime_service.core.evidence import CompactionEvidence
 from runtime_service.core.request import GenerationRequest
-from shared.ids import Ordinal, PageId, Position
+from shared.ids import PageId
 
 
 class Status(StrEnum):
@@ -40,15 +42,15 @@ _NEXT: dict[Status, tuple[Status, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RoundRecord:
-    """A compaction round of one sequence: `computed` when it ran, and the ordinals it evicted, ascending.
+    """A compaction round of one sequence: `computed` when it ran, and the ordinals it evicted, ascending in each row.
 
-    What was evicted rather than what was kept: over a sequence's life that is at most one number a token.
+    What was evicted rather than what was kept: over a sequence's life that is at most one number a token and row.
     """
 
     at: int
-    evicted: array[int]
+    evicted: Rows
 
 
 class Sequence:
@@ -60,7 +62,7 @@ class Sequence:
         self.arrival = arrival
         self.tokens: list[int] = list(request.prompt_ids)
         self.computed = 0
-        self.positions: list[Position] = []
+        self.entries = EntryMap.empty()
         self.pages: list[PageId] = []
         self.status = Status.WAITING
         self.rounds: list[RoundRecord] = []
@@ -82,7 +84,12 @@ class Sequence:
     @property
     def physical_len(self) -> int:
         """KV entries the cache holds."""
-        return len(self.positions)
+        return self.entries.length(self.computed)
+
+    @property
+    def positions(self) -> Rows:
+        """Position of each entry, int32 `[rows, physical_len]`; one row where all heads hold the same entries."""
+        return self.entries.positions(self.computed)
 
     @property
     def num_generated(self) -> int:
@@ -125,14 +132,13 @@ class Sequence:
         self.start()
         self.hold(pages)
         self.computed = parent.computed
-        self.positions = list(parent.positions)
+        self.entries = parent.entries
         self.rounds = list(parent.rounds)
         self.replayed = parent.replayed
 
     def advance(self, num_tokens: int) -> None:
         """The engine wrote the next `num_tokens` tokens behind what the cache held. Called once a step, after it."""
         assert 0 < num_tokens <= self.remaining, (num_tokens, self)
-        self.positions.extend(Position(p) for p in range(self.computed, self.computed + num_tokens))
         self.computed += num_tokens
 
     def append(self, token_id: int) -> None:
@@ -140,25 +146,22 @@ class Sequence:
         assert self.remaining == 0, self
         self.tokens.append(token_id)
 
-    def compact(self, kept: Ordered[Ordinal], pages: Ordered[PageId]) -> list[PageId]:
-        """A round moved the entries at ordinals `kept` (strictly ascending) to the front, onto `pages`, and dropped the rest.
+    def compact(self, order: Rows, pages: Ordered[PageId]) -> list[PageId]:
+        """A round put the entry of ordinal `order[r, o]` at ordinal o, for every o below the new length, and dropped the rest.
 
-        Returns the pages it held and holds no more, now the caller's to release.
+        `pages` hold them from now on. Returns the pages it held and holds no more, now the caller's to release.
         """
         if not self.is_replaying:
-            survivors = set(kept)
-            evicted = array("i", (o for o in range(self.physical_len) if o not in survivors))
-            self.rounds.append(RoundRecord(self.computed, evicted))
+            self.rounds.append(RoundRecord(self.computed, _others(order, self.physical_len)))
         self.replayed += 1
-        self.positions = [self.positions[o] for o in kept]
+        self.entries = self.entries.reordered(order, self.computed)
         dropped = set(self.pages).difference(pages)
         self.pages = list(pages)
         return sorted(dropped)
 
-    def remembered_round(self) -> list[Ordinal]:
-        """The ordinals kept by the next round to replay."""
-        evicted = set(self.rounds[self.replayed].evicted)
-        return [Ordinal(o) for o in range(self.physical_len) if o not in evicted]
+    def remembered_round(self) -> Rows:
+        """The ordinals that the next round to replay kept."""
+        return _others(self.rounds[self.replayed].evicted, self.physical_len)
 
     def preempt(self) -> list[PageId]:
         """Back to WAITING with nothing computed. Returns the pages it held, now the caller's to release."""
@@ -178,9 +181,16 @@ class Sequence:
     def _drop_cache(self) -> list[PageId]:
         pages, self.pages = self.pages, []
         self.computed = self.replayed = 0
-        self.positions = []
+        self.entries = EntryMap.empty()
         return pages
 
     def _become(self, status: Status) -> None:
         assert status in _NEXT[self.status], f"{self} cannot become {status}"
         self.status = status
+
+
+def _others(ordinals: Rows, length: int) -> Rows:
+    """The ordinals below `length` that are not in a row, ascending; every row has as many."""
+    absent = np.ones((len(ordinals), length), dtype=bool)
+    np.put_along_axis(absent, ordinals, False, axis=1)
+    return absent.nonzero()[1].reshape(len(ordinals), -1).astype(np.int32)

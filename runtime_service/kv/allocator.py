@@ -1,7 +1,7 @@
 """Who owns which page of a pool. Host only: ids and counts, no tensors.
 
     page 0                 the dump page: padding rows and unmapped table entries point there; never handed out
-    free                   reference count 0
+    free                   reference count 0; held back while work in flight on a device may still touch it
     used                   reference count 1 or more; above 1 the page is shared
 
 Conservation law, stated by `check_integrity`: free + used = all pages but the dump page, shared ones counted once.
@@ -9,12 +9,24 @@ Conservation law, stated by `check_integrity`: free + used = all pages but the d
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from shared.errors import InternalError
 from shared.ids import PageId
 
 DUMP_PAGE = PageId(0)
+
+
+class Fence(Protocol):
+    """A point in a device's work."""
+
+    def passed(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Return once it has passed."""
+        ...
 
 
 class PageAllocator:
@@ -26,6 +38,8 @@ class PageAllocator:
         self.num_pages = num_pages
         # A stack: the page released last is handed out next, while its bytes are still in a cache.
         self._free = [PageId(p) for p in range(num_pages - 1, 0, -1)]
+        self._held_back: deque[tuple[Fence, list[PageId]]] = deque()
+        self._fence: Fence | None = None
         self._references = [0] * num_pages
         self._num_shared = 0
 
@@ -36,12 +50,13 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Pages nobody owns, those held back included: `try_allocate` waits for them."""
+        return len(self._free) + sum(len(pages) for _, pages in self._held_back)
 
     @property
     def num_used(self) -> int:
         """Pages somebody owns, a shared one counted once."""
-        return self.capacity - len(self._free)
+        return self.capacity - self.num_free
 
     @property
     def num_shared(self) -> int:
@@ -54,8 +69,12 @@ class PageAllocator:
         """`count` pages with one reference each, or None, with nothing changed, when fewer are free."""
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
-        if count > len(self._free):
+        if count > self.num_free:
             return None
+        while self._held_back and (len(self._free) < count or self._held_back[0][0].passed()):
+            fence, pages = self._held_back.popleft()
+            fence.wait()
+            self._free += pages
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._references[page] = 1
@@ -69,6 +88,13 @@ class PageAllocator:
             self._num_shared += self._references[page] == 2
         return list(pages)
 
+    def hold_back(self, fence: Fence | None) -> None:
+        """What is released from now on is handed out again only behind `fence`: work launched before it may touch any used page.
+
+        None, and a fence that has passed, hold nothing back.
+        """
+        self._fence = fence
+
     def release(self, pages: Iterable[PageId]) -> int:
         """Drop one reference to each of `pages`; returns how many became free.
 
@@ -76,23 +102,26 @@ class PageAllocator:
         """
         pages = list(pages)
         self._check_owned(pages)
-        freed = 0
         for page in pages:
             self._references[page] -= 1
             self._num_shared -= self._references[page] == 1
-            if self._references[page] == 0:
-                self._free.append(page)
-                freed += 1
-        return freed
+        freed = [page for page in pages if self._references[page] == 0]
+        if self._fence is None or self._fence.passed():
+            self._fence = None
+            self._free += freed
+        elif freed:
+            self._held_back.append((self._fence, freed))
+        return len(freed)
 
     def check_integrity(self) -> None:
         """InternalError unless free and used pages are disjoint, together all pages but the dump page, and rightly counted."""
-        free = set(self._free)
+        listed = [*self._free, *(page for _, pages in self._held_back for page in pages)]
+        free = set(listed)
         referenced = {p for p, count in enumerate(self._references) if count > 0}
         everything = set(range(1, self.num_pages))
-        if len(free) != len(self._free) or free & referenced or free | referenced != everything or min(self._references) < 0:
+        if len(free) != len(listed) or free & referenced or free | referenced != everything or min(self._references) < 0:
             raise InternalError(
-                f"page accounting is broken: {len(self._free)} free ({len(free)} distinct) + {len(referenced)} used "
+                f"page accounting is broken: {len(listed)} free ({len(free)} distinct) + {len(referenced)} used "
                 f"should be {self.capacity}; both free and used: {sorted(free & referenced)[:8]}, "
                 f"lost: {sorted(everything - free - referenced)[:8]}"
             )

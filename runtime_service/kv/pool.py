@@ -6,12 +6,27 @@ from collections.abc import Sequence
 
 import torch
 
+from runtime_service.kv.allocator import Fence
 from shared.errors import MemoryExhausted
 from shared.ids import PageId
 from shared.kv_spec import KVCacheSpec
 
 K, V = 0, 1
 """Index along the K/V axis."""
+
+
+class StreamFence:
+    """Behind everything launched so far on a CUDA device's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._event.record(torch.cuda.current_stream(device))
+
+    def passed(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def wait(self) -> None:
+        self._event.synchronize()
 
 
 class KVPool:
@@ -56,3 +71,7 @@ class KVPool:
         for layer in range(self.spec.num_layers):
             pages = self.by_page(layer)
             pages[target].copy_(pages[source])
+
+    def fence(self) -> Fence | None:
+        """Behind everything launched so far that touches the pool; None on a CPU, where what returns is done."""
+        return StreamFence(self.device) if self.device.type == "cuda" else None

@@ -16,6 +16,7 @@ Turns. One step is one engine call of one profile. Decode and prefill alternate 
 
 from __future__ import annotations
 
+from runtime_service.compaction.lifecycle import Lifecycles
 from runtime_service.compaction.trigger import relief
 from runtime_service.core.batch import PressureRound, ScheduledBatch
 from runtime_service.core.sequence import Sequence, Status
@@ -30,12 +31,15 @@ from shared.profiles import Phase, ProfileSet
 class Scheduler:
     """Owns the queue, the running set and, through them, every page a sequence holds. One thread."""
 
-    def __init__(self, spec: KVCacheSpec, profiles: ProfileSet, allocator: PageAllocator) -> None:
+    def __init__(
+        self, spec: KVCacheSpec, profiles: ProfileSet, allocator: PageAllocator, lifecycles: Lifecycles | None = None
+    ) -> None:
         self._spec = spec
         self._profiles = profiles
         self._allocator = allocator
         self._max_running = profiles[Phase.DECODE].batch.max
         self._last_phase = Phase.DECODE
+        self._lifecycles = lifecycles or Lifecycles()
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in rank order
         self.num_preemptions = 0
@@ -69,12 +73,14 @@ class Scheduler:
         assert own is not None, (num_copies, self._allocator.num_free)
         self.waiting.discard(child)
         child.fork(parent, [*self._allocator.share(parent.pages[:num_full]), *own])
+        self._lifecycles.forks(parent, child)
         self._add_running(child)
         return [(parent.pages[num_full], page) for page in own]
 
     def preempt(self, sequence: Sequence) -> None:
         """Give the pages of a running sequence back; it waits, in its old place, to be recomputed."""
         self.running.remove(sequence)
+        self._lifecycles.ends(sequence)
         self._allocator.release(sequence.preempt())
         self.waiting.add(sequence)
         self.num_preemptions += 1
@@ -87,6 +93,7 @@ class Scheduler:
             self.running.remove(sequence)
         else:
             self.waiting.discard(sequence)
+        self._lifecycles.ends(sequence)
         self._allocator.release(sequence.finish())
 
     def _admit(self) -> None:

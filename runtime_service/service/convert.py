@@ -10,7 +10,8 @@ from runtime_service.core.params import CompactionParams, SamplingParams, StopPa
 from runtime_service.core.sampled import SampledToken
 from runtime_service.streaming.events import Event, Failure, Finished, FinishReason, TokenDelta, Usage
 from shared.errors import FieldOutOfRange
-from shared.pb.quire.v1 import control_pb2, inference_pb2
+from shared.kernels.compaction.modes import Mode
+from shared.pb.quire.v1 import common_pb2, control_pb2, inference_pb2
 from shared.rpc.status import to_message
 
 DEFAULT_MAX_TOKENS = 16
@@ -21,6 +22,11 @@ _REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: inference_pb2.FINISH_REASON_CANCELLED,
+}
+
+_MODES = {
+    common_pb2.COMPACTION_MODE_ORDERED: Mode.ORDERED,
+    common_pb2.COMPACTION_MODE_HOLE_FILLING: Mode.HOLE_FILLING,
 }
 
 
@@ -61,12 +67,22 @@ def relabel(error: FieldOutOfRange, old: str, new: str) -> FieldOutOfRange:
 
 
 def _compaction(message: inference_pb2.CompactionOptions | control_pb2.CompactionDefaults) -> CompactionParams:
-    chosen = {"sinks": message.sinks} if message.HasField("sinks") else {}
+    chosen: dict[str, Any] = {"sinks": message.sinks} if message.HasField("sinks") else {}
+    if message.mode:
+        if message.mode not in _MODES:
+            known = " or ".join(_MODES.values())
+            raise FieldOutOfRange(
+                f"kv.policy.mode must be {known}, {' or '.join(map(str, _MODES))}; got {message.mode}", field="kv.policy.mode"
+            )
+        chosen["mode"] = _MODES[message.mode]
     return CompactionParams(message.name, message.budget, message.interval, **chosen)
 
 
 def compaction_message(params: CompactionParams) -> control_pb2.CompactionDefaults:
-    return control_pb2.CompactionDefaults(name=params.policy, budget=params.budget, interval=params.interval, sinks=params.sinks)
+    (mode,) = (wire for wire, mode in _MODES.items() if mode is params.mode)
+    return control_pb2.CompactionDefaults(
+        name=params.policy, budget=params.budget, interval=params.interval, sinks=params.sinks, mode=mode
+    )
 
 
 def cache_salt(message: inference_pb2.KVOptions) -> str:
@@ -149,4 +165,7 @@ def _usage(event: Usage) -> inference_pb2.Usage:
         queue_s=event.queue_s,
         time_to_first_token_s=event.time_to_first_token_s,
         generate_s=event.generate_s,
+        rows_moved=event.rows_moved,
+        bytes_moved=event.bytes_moved,
+        compaction_s=event.compaction_s,
     )

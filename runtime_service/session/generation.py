@@ -138,4 +138,7 @@ class Generation:
             queue_s=started - self.times.submitted,
             time_to_first_token_s=first_token - self.times.submitted,
             generate_s=now - first_token,
+            rows_moved=evidence.rows_moved,
+            bytes_moved=evidence.bytes_moved,
+            compaction_s=evidence.duration_s,
         )

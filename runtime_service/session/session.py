@@ -13,6 +13,8 @@ import structlog
 import torch
 from tokenizers import Tokenizer
 
+from runtime_service.compaction.draft import DraftCache
+from runtime_service.compaction.lifecycle import Lifecycles
 from runtime_service.compaction.registry import POLICIES, check_policy
 from runtime_service.compaction.round import Compactor
 from runtime_service.compaction.trigger import due
@@ -41,7 +43,8 @@ _log = structlog.get_logger()
 class EngineSession:
     """`check` may be called from any thread; everything else belongs to the loop's.
 
-    `on_end` is called once for every admitted generation, before its last event and with its pages released.
+    `on_end` is called once for every admitted generation, before its last event and with its pages released. `draft` is the cache
+    of a speculative draft, which rounds keep in step with the engine's.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class EngineSession:
         *,
         clock: Callable[[], float],
         on_end: Callable[[Generation], None],
+        draft: DraftCache | None = None,
     ) -> None:
         manifest = engine.manifest
         _check_profiles(manifest.profiles)
@@ -61,13 +65,15 @@ class EngineSession:
         self.vocabulary = Vocabulary(tokenizer)
         self.pool = KVPool(manifest.cache, num_pages, manifest.target.device)
         self.allocator = PageAllocator(num_pages)
-        self.scheduler = Scheduler(manifest.cache, manifest.profiles, self.allocator)
-        self.compactor = Compactor(self.pool, self.allocator, POLICIES, manifest.profiles[Phase.DECODE].batch.max)
+        self.lifecycles = Lifecycles([] if draft is None else [draft])
+        self.scheduler = Scheduler(manifest.cache, manifest.profiles, self.allocator, self.lifecycles)
+        self.compactor = Compactor(self.pool, self.allocator, POLICIES, manifest.profiles[Phase.DECODE].batch.max, draft)
         self.counters = Counters()
         self.latencies = Latencies()
         self.turnover = Turnover(manifest.profiles[Phase.DECODE].batch.max)
         self.generations: dict[Generation, None] = {}
         self._capacity = Capacity(manifest.cache, self.allocator.capacity, self.model.vocab_size, self.model.max_position)
+        self._draft_spec = None if draft is None else draft.pool.spec
         self._engine = engine
         self._clock = clock
         self._on_end = on_end
@@ -76,11 +82,13 @@ class EngineSession:
     def check(self, request: GenerationRequest) -> None:
         """FieldOutOfRange or KVExhausted, with the numbers, for a request that this engine can never run."""
         if request.compaction is not None:
-            check_policy(request.compaction, self._engine.manifest)
+            check_policy(request.compaction, self._engine.manifest, self._draft_spec)
         check_request(request, self._capacity)
 
     def admit(self, generation: Generation) -> None:
         self.generations[generation] = None
+        if generation.request.compaction is not None:
+            self.compactor.prepare(generation.request.compaction)
         self._samples |= {sample.sequence: sample for sample in generation.samples}
         self.scheduler.add(generation.samples[0].sequence)
 
@@ -155,9 +163,11 @@ class EngineSession:
 
     def _run(self, batch: ScheduledBatch) -> None:
         self._note_start(batch.sequences)
+        self.lifecycles.step_begins(batch.sequences)
         logits = self._engine.run(build_inputs(batch, self.pool.spec), self.pool)
         for sequence in batch.sequences:
             sequence.advance(batch.query_len)
+        self.lifecycles.step_ends(batch.sequences)
         self._end_unwanted()  # a cancel that came during the step wins over the step's result
         self._emit(batch, logits)
         self._compact(due(self.scheduler.running))

@@ -49,6 +49,9 @@ class Usage:
     queue_s: float = 0.0
     time_to_first_token_s: float = 0.0
     generate_s: float = 0.0
+    rows_moved: int = 0
+    bytes_moved: int = 0
+    compaction_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ def load(
         request.default_compaction.interval = chosen.interval
         if chosen.HasField("sinks"):
             request.default_compaction.sinks = chosen.sinks
+        request.default_compaction.mode = chosen.mode
     with session.control() as stub:
         engine = stub.LoadEngine(request).engine
     if session.as_json:

@@ -72,7 +72,7 @@ def compile_spec(
 
 
 def kv_options(compaction: str | None) -> inference_pb2.KVOptions:
-    """`off`, or `policy=sink_recent,budget=256,interval=64[,sinks=4]`; None leaves the engine's default."""
+    """`off`, or `policy=sink_recent,budget=256,interval=64[,sinks=4][,mode=hole_filling]`; None leaves the engine's default."""
     if compaction is None:
         return inference_pb2.KVOptions()
     if compaction == "off":
@@ -80,9 +80,10 @@ def kv_options(compaction: str | None) -> inference_pb2.KVOptions:
     fields: dict[str, str] = {}
     for part in compaction.split(","):
         name, equals, value = part.partition("=")
-        if not equals or name not in ("policy", "budget", "interval", "sinks") or name in fields:
+        if not equals or name not in ("policy", "budget", "interval", "sinks", "mode") or name in fields:
             raise FieldOutOfRange(
-                f"--compaction is off or policy=NAME,budget=N[,interval=N][,sinks=N]; got {compaction!r}", field="--compaction"
+                f"--compaction is off or policy=NAME,budget=N[,interval=N][,sinks=N][,mode=MODE]; got {compaction!r}",
+                field="--compaction",
             )
         fields[name] = value
     if not fields.get("policy") or "budget" not in fields:
@@ -100,6 +101,8 @@ def kv_options(compaction: str | None) -> inference_pb2.KVOptions:
     )
     if "sinks" in fields:
         options.sinks = number("sinks")
+    if "mode" in fields:
+        options.mode = enum_value(common_pb2.CompactionMode, "COMPACTION_MODE", fields["mode"], "--compaction mode")
     return inference_pb2.KVOptions(policy=options)
 
 

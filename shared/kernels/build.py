@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -30,16 +31,33 @@ logger = logging.getLogger(__name__)
 COMPILE_TIMEOUT_S = 900
 _CFLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-DNDEBUG", "-w")
 
+_loading = threading.Lock()
+_loaded: dict[str, Path] = {}
+"""What this process has loaded, by name."""
+
 
 def load_library(name: str, sources: Sequence[Path], extra_cflags: Sequence[str] = (), headers: Sequence[Path] = ()) -> Path | None:
     """Build `sources` into one library (or find it built), load it with `torch.ops.load_library`, and return its path.
 
     `headers` are the files of ours that the sources include.
 
-    The sources register their operators themselves (`TORCH_LIBRARY_FRAGMENT`); loading the same library again is harmless.
+    The sources register their operators themselves (`TORCH_LIBRARY_FRAGMENT`), and torch ends a process in which two libraries
+    register one operator: what a process has loaded as `name` it keeps, even if the sources have been edited since.
     Returns None, with the reason logged, where there is no compiler or nowhere to put the library: the caller then uses its
     portable path. Raises BuildFailed when the compiler rejects the sources: that is a broken toolchain or a bug, never a fallback.
     """
+    with _loading:
+        if name not in _loaded:
+            library = _built(name, sources, extra_cflags, headers)
+            if library is None:
+                return None
+            torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]  # untyped in torch
+            _loaded[name] = library
+        return _loaded[name]
+
+
+def _built(name: str, sources: Sequence[Path], extra_cflags: Sequence[str], headers: Sequence[Path]) -> Path | None:
+    """The library's path, compiled unless it was before; None where it cannot be."""
     compiler = find_compiler()
     if compiler is None:
         logger.warning("kernel library %s not built: no C++ compiler (set CXX or install g++)", name)
@@ -57,7 +75,6 @@ def load_library(name: str, sources: Sequence[Path], extra_cflags: Sequence[str]
         with _locked(lock):
             if not library.exists():  # another process may have published it while this one waited
                 _compile(compiler, sources, cflags, library)
-    torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]  # untyped in torch
     return library
 
 

@@ -4,7 +4,8 @@
 
 Bytes are read plus written, of rows that must move (identity moves left out), so 100 % of the copy is the floor. GPU figures are
 device time of rounds replayed from a CUDA graph (pack and move); `eager` adds what Python takes to launch them. A round may run
-again over its own result: it reads and writes the same cells. `--sweep` tries other ways to cut the work (GPU).
+again over its own result: it reads and writes the same cells. `--sweep` tries other ways to cut the work (GPU). Last comes the
+share of decoding that whole rounds of the runtime take (`compaction_share.py`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ import numpy as np
 import torch
 
 from shared.kernels.compaction import cpu as cpu_mover
-from shared.kernels.compaction.inputs import RequestRound, RoundInputs, RowMode
-from shared.kernels.compaction.layout import CacheLayout, Mode
+from shared.kernels.compaction.inputs import RequestRound, RoundInputs
+from shared.kernels.compaction.layout import CacheLayout
+from shared.kernels.compaction.modes import Mode, RowMode
 from shared.kernels.compaction.moves import hole_filling_moves, ordered_moves
 from shared.kernels.compaction.params import CompactionParams, build_compaction_params, compact
 from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout
+from tests.bench.compaction_share import LLAMA_8B, SMOLLM2, decode_shares
 from tests.bench.machine import write_json
 
 
@@ -283,7 +286,12 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     faulthandler.dump_traceback_later(arguments.limit, exit=True)
-    results = bench_gpu(arguments.sweep) if arguments.device == "cuda" else bench_cpu()
+    if arguments.device == "cuda":
+        results = bench_gpu(arguments.sweep)
+        results["decode_share"] = decode_shares(LLAMA_8B, torch.device("cuda", 0))
+    else:
+        results = bench_cpu()
+        results["decode_share"] = decode_shares(SMOLLM2, torch.device("cpu"))
     if arguments.json is not None:
         write_json(arguments.json, results)
 

@@ -22,16 +22,18 @@ import numpy as np
 import torch
 
 from shared.kernels.compaction.check import FaultKind
-from shared.kernels.compaction.inputs import RequestRound, RowMode
-from shared.kernels.compaction.layout import Family, Mode
+from shared.kernels.compaction.inputs import RequestRound
+from shared.kernels.compaction.layout import Family
+from shared.kernels.compaction.modes import Mode, RowMode
 from shared.kernels.compaction.movers import Mover
 from shared.kernels.compaction.params import compact
 from shared.kernels.compaction.triton import mover as triton_mover
 from shared.kernels.compaction.triton.mover import Tuning
 from shared.kv_spec import DType
 from tests.property.compaction_fuzz import fuzz_round
-from tests.support.compaction import catalogue
+from tests.support.compaction import catalogue, twins
 from tests.support.compaction.case import Case, GroupCase, Rig, choose_kept, differing_bytes, run, shuffled_tables
+from tests.support.compaction.far import differing_far_cells
 from tests.support.compaction.oracle import expected_after
 
 Outcome = tuple[str, int]
@@ -41,10 +43,10 @@ WAYS = {"walk": Tuning(fill=0), "split": Tuning(fill=1 << 20)}
 """Tunings that force each way to share out ordered lists."""
 
 
-def check_catalogue(device: torch.device, only: str) -> Iterator[Outcome]:
-    """Every catalogued round, both ways."""
-    for name, build in catalogue.catalogue().items():
-        if only in name or only in "catalogue":
+def check_catalogue(device: torch.device, only: str, part: int, parts: int) -> Iterator[Outcome]:
+    """Every catalogued round, both ways; or of `parts` equal shares of them one."""
+    for index, (name, build) in enumerate(catalogue.catalogue().items()):
+        if (only in name or only in "catalogue") and index % parts == part:
             case = build()
             expected = run(case, Mover.REFERENCE)
             for way, tuning in WAYS.items():
@@ -113,8 +115,14 @@ def check_races(device: torch.device) -> Iterator[Outcome]:
                     yield f"races {row_mode} {mode} [{way}] {attempt}", differing_bytes(rig.storages, expected)
 
 
+def check_far(device: torch.device) -> Iterator[Outcome]:
+    """Offsets past 2^31 elements and 2^32 bytes, where no pool that large can be filled."""
+    for mode in Mode:
+        yield f"far cells {mode}", differing_far_cells(Mover.TRITON, device, mode)
+
+
 def check_large_offsets(device: torch.device) -> Iterator[Outcome]:
-    """Offsets past 2^31 elements and 2^32 bytes: few cells, in pages more than a GiB apart."""
+    """The same with every byte of the pool different: pages more than a GiB apart, all of them compared."""
     rng = np.random.default_rng(1)
     group = GroupCase(
         shuffled_tables(rng, 1, 4, 5), 5, layers=(0,), head_dim=32, dtype=DType.BFLOAT16, slack=(600 << 20, 300 << 20, 0, 0)
@@ -125,6 +133,23 @@ def check_large_offsets(device: torch.device) -> Iterator[Outcome]:
         for way, tuning in WAYS.items():
             got = run(case.with_mode(mode), Mover.TRITON, device, tuning=tuning)
             yield f"large offsets {mode} [{way}]", differing_bytes(got, expected)
+
+
+def check_changing_rounds(device: torch.device) -> Iterator[Outcome]:
+    """Decisions, offsets, tables and lengths change under one set of params, and what one request frees is another's next."""
+    rng = np.random.default_rng(5)
+    for mode in Mode:
+        for way, tuning in WAYS.items():
+            case = Case(
+                16, (GroupCase(*catalogue.tables(4, 256, 16), layers=(0, 1), mode=mode),), (), keep_capacity=150, scrub=True
+            )
+            rig, reference = Rig(case, device), Rig(case, torch.device("cpu"))
+            params, specified = rig.build(Mover.TRITON, tuning=tuning), reference.build(Mover.REFERENCE)
+            for attempt in range(4):
+                stage_random(rng, rig, reference)
+                compact(params, rig.inputs.batch)
+                compact(specified, rig.inputs.batch)
+                yield f"changing {mode} [{way}] {attempt}", differing_bytes(rig.storages, reference.storages)
 
 
 def check_graph(device: torch.device) -> Iterator[Outcome]:
@@ -158,6 +183,40 @@ def check_graph(device: torch.device) -> Iterator[Outcome]:
                 what = "eager round" if attempt % 2 else "replay"
                 yield f"graph {mode} [{way}] {what} {attempt}", differing_bytes(rig.storages, reference.storages)
                 yield f"graph {mode} [{way}] {what} {attempt} allocates nothing", allocated
+
+
+def check_runtime_rounds(device: torch.device) -> Iterator[Outcome]:
+    """The runtime's rounds beside the same on the CPU, with forks, preemption and a draft: the same pools, maps and page lists. On
+    a GPU they neither wait nor allocate."""
+    for mode, rows in itertools.product(Mode, RowMode):
+        for name, spec in twins.specs(mode).items():
+            policy = twins.policy_for(rows, spec)
+            if policy is None:
+                continue
+            drafted = rows is RowMode.UNION
+            pair = [twins.Twin(at, spec, policy, mode, drafted) for at in (torch.device("cpu"), device)]
+            rng, faults, allocated = np.random.default_rng(6), 0, 0
+            for _ in range(300 if device.type == "cuda" else 60):
+                twins.step(rng, pair)
+                if pair[0].due():
+                    pair[0].compactor.run(pair[0].due())
+                    allocated += unwaited(device, pair[1])
+                    faults += twins.differing(pair)
+            assert pair[0].compactor.evidence.rounds > 3
+            yield f"runtime {mode} {rows} {name}", faults
+            yield f"runtime {mode} {rows} {name} allocates nothing", allocated
+
+
+def unwaited(device: torch.device, twin: twins.Twin) -> int:
+    """Run what is due, allowed no wait for the device; returns how often it allocated there."""
+    if device.type != "cuda":
+        twin.compactor.run(twin.due())
+        return 0
+    before = allocations(device)
+    torch.cuda.set_sync_debug_mode("error")
+    twin.compactor.run(twin.due())
+    torch.cuda.set_sync_debug_mode("default")
+    return allocations(device) - before
 
 
 def stage_random(rng: np.random.Generator, *rigs: Rig) -> None:
@@ -214,9 +273,9 @@ def check_draft_and_wide_rounds(device: torch.device) -> Iterator[Outcome]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument(
-        "--only", default="", help="sections (catalogue, waits, random, races, large, graph, value, idle) or rounds"
-    )
+    sections_help = "sections (catalogue, waits, value, changing, far, idle, random, runtime, races, large, graph) or rounds"
+    parser.add_argument("--only", default="", help=sections_help)
+    parser.add_argument("--part", default="0/1", help="I/N: of N shares of the catalogue the I-th, from 0, to run them at once")
     parser.add_argument(
         "--limit", type=float, default=480, help="seconds after which the run is given up, say because a kernel hangs"
     )
@@ -224,11 +283,14 @@ def main() -> int:
     faulthandler.dump_traceback_later(arguments.limit, exit=True)
     device = torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device(arguments.device)
     sections: dict[str, Callable[[torch.device], Iterator[Outcome]]] = {
-        "catalogue": lambda device: check_catalogue(device, arguments.only),
+        "catalogue": lambda device: check_catalogue(device, arguments.only, *map(int, arguments.part.split("/"))),
         "waits": check_waits,
         "value": check_value_check,
+        "changing": check_changing_rounds,
+        "far": check_far,
         "idle": check_draft_and_wide_rounds,
         "random": check_random_rounds,
+        "runtime": check_runtime_rounds,
     }
     if device.type == "cuda":
         print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")

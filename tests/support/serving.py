@@ -12,6 +12,7 @@ from runtime_service.loop import ServingLoop
 from runtime_service.streaming.events import Event, Failure, Finished, TokenDelta, Usage
 from runtime_service.streaming.stream import TokenStream
 from shared.ids import RequestId
+from shared.kernels.compaction.modes import Mode
 from tests.support.tiny_engine import Round, TinyEngine, tiny_tokenizer
 
 _numbers = itertools.count()
@@ -100,15 +101,28 @@ def submit(loop: ServingLoop, *requests: GenerationRequest) -> list[RecordingStr
 
 
 def rounds_of(sequence: KVSequence) -> list[Round]:
-    """The rounds a sequence went through, as the positions each kept."""
-    held: list[int] = []
+    """The rounds a sequence went through, as the positions each kept, or each head of it kept."""
+    rows: list[list[int]] = [[]]
     rounds, computed = [], 0
     for record in sequence.rounds:
-        held += range(computed, record.at)
+        rows = [[*row, *range(computed, record.at)] for row in rows]
+        rows = rows * (len(record.evicted) // len(rows))
+        rows = [_survivors(sequence, row, set(evicted)) for row, evicted in zip(rows, record.evicted.tolist(), strict=True)]
         computed = record.at
-        held = [position for ordinal, position in enumerate(held) if ordinal not in set(record.evicted)]
-        rounds.append(Round(computed, tuple(held)))
+        kept = tuple(tuple(sorted(row)) for row in rows)
+        rounds.append(Round(computed, kept[0]) if len(kept) == 1 else Round(computed, (), heads=kept))
     return rounds
+
+
+def _survivors(sequence: KVSequence, row: list[int], evicted: set[int]) -> list[int]:
+    """Positions by ordinal after a round that evicted those ordinals."""
+    compaction = sequence.request.compaction
+    assert compaction is not None
+    if compaction.mode is Mode.ORDERED:
+        return [position for ordinal, position in enumerate(row) if ordinal not in evicted]
+    length = len(row) - len(evicted)
+    beyond = iter([position for ordinal, position in enumerate(row) if ordinal >= length and ordinal not in evicted])
+    return [next(beyond) if ordinal in evicted else row[ordinal] for ordinal in range(length)]
 
 
 def run(loop: ServingLoop, most_turns: int = 10_000) -> int:

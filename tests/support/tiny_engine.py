@@ -203,10 +203,19 @@ def _rotate(x_BHnD: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Round:
-    """A round of one sequence: after `at` tokens were computed, layers without a window kept only `kept` positions."""
+    """A round of one sequence: after `at` tokens were computed, layers without a window kept only `kept` positions.
+
+    Where heads keep entries of their own: `heads[head]`, or `heads[layer * KV_HEADS + head]`, and `kept` means nothing.
+    """
 
     at: int
     kept: tuple[int, ...]
+    heads: tuple[tuple[int, ...], ...] = ()
+
+    def kept_by(self, layer: int, head: int) -> tuple[int, ...]:
+        if not self.heads:
+            return self.kept
+        return self.heads[head if len(self.heads) == KV_HEADS else layer * KV_HEADS + head]
 
 
 def sink_recent_rounds(total: int, budget: int, interval: int, sinks: int) -> list[Round]:
@@ -237,8 +246,8 @@ class Oracle:
         choose: Callable[[Array], int] = lambda logits: int(np.argmax(logits)),
     ) -> list[int]:
         """The `count` tokens that follow `prompt`; `choose` picks one from float32 logits (default: greedy, lowest id on ties)."""
-        due = {round_.at: round_.kept for round_ in rounds}
-        cache: list[dict[int, tuple[Array, Array]]] = [{} for _ in range(LAYERS)]
+        due = {round_.at: round_ for round_ in rounds}
+        cache: list[list[dict[int, tuple[Array, Array]]]] = [[{} for _ in range(KV_HEADS)] for _ in range(LAYERS)]
         tokens = list(prompt)
         for position in range(len(prompt) + count - 1):
             logits = self._step(tokens[position], position, cache)
@@ -248,13 +257,15 @@ class Oracle:
                 tokens.append(choose(logits))
         return tokens[len(prompt) :]
 
-    def _prune(self, cache: list[dict[int, tuple[Array, Array]]], kept: Sequence[int]) -> None:
-        for layer, entries in enumerate(cache):
+    def _prune(self, cache: list[list[dict[int, tuple[Array, Array]]]], round_: Round) -> None:
+        for layer, heads in enumerate(cache):
             if self._model.layer_window(layer) is None:
-                assert set(kept) <= set(entries), "a round kept what an earlier one had evicted"
-                cache[layer] = {position: entries[position] for position in kept}
+                for head, entries in enumerate(heads):
+                    kept = round_.kept_by(layer, head)
+                    assert set(kept) <= set(entries), "a round kept what an earlier one had evicted"
+                    heads[head] = {position: entries[position] for position in kept}
 
-    def _step(self, token: int, position: int, cache: list[dict[int, tuple[Array, Array]]]) -> Array:
+    def _step(self, token: int, position: int, cache: list[list[dict[int, tuple[Array, Array]]]]) -> Array:
         w = self._model.weights
         x = w["embed"][token]
         for layer in range(LAYERS):
@@ -262,13 +273,13 @@ class Oracle:
             q = self._rope((h @ w[f"{layer}.q"]).reshape(HEADS, HEAD_DIM), position)
             k = self._rope((h @ w[f"{layer}.k"]).reshape(KV_HEADS, HEAD_DIM), position)
             v = (h @ w[f"{layer}.v"]).reshape(KV_HEADS, HEAD_DIM)
-            cache[layer][position] = (k.astype(np.float32).astype(np.float64), v.astype(np.float32).astype(np.float64))
             window = self._model.layer_window(layer)
-            seen = [entry for p, entry in cache[layer].items() if window is None or p > position - window]
-            keys, values = np.stack([k for k, _ in seen]), np.stack([v for _, v in seen])
-            out = np.concatenate(
-                [self._attend(q[h], keys[:, h // (HEADS // KV_HEADS)], values[:, h // (HEADS // KV_HEADS)]) for h in range(HEADS)]
-            )
+            seen = []
+            for head, entries in enumerate(cache[layer]):
+                entries[position] = (k[head].astype(np.float32).astype(np.float64), v[head].astype(np.float32).astype(np.float64))
+                inside = [entry for p, entry in entries.items() if window is None or p > position - window]
+                seen.append((np.stack([k for k, _ in inside]), np.stack([v for _, v in inside])))
+            out = np.concatenate([self._attend(q[h], *seen[h // (HEADS // KV_HEADS)]) for h in range(HEADS)])
             x = x + out @ w[f"{layer}.o"]
             x = x + np.maximum(self._norm(x) @ w[f"{layer}.up"], 0) @ w[f"{layer}.down"]
         return (self._norm(x) @ w["head"]).astype(np.float32)

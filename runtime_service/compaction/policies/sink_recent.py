@@ -9,12 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime_service.compaction.policy import KVView
+from shared.kernels.compaction.modes import RowMode
 
 
 class SinkRecent:
     """Score = position."""
 
+    rows = RowMode.UNION
     reads_keys = False
 
     def score(self, view: KVView) -> NDArray[np.float32]:
-        return np.asarray(view.positions, dtype=np.float32)
+        return view.positions.astype(np.float32)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from shared.kernels.compaction.geometry import Geometry, byte_view, geometry_of
-from shared.kernels.compaction.inputs import RoundInputs, RowMode
-from shared.kernels.compaction.layout import CacheLayout, Family, Mode
+from shared.kernels.compaction.inputs import RoundInputs
+from shared.kernels.compaction.layout import CacheLayout, Family
+from shared.kernels.compaction.modes import Mode, RowMode
 
 
 @dataclass(frozen=True, slots=True, eq=False)

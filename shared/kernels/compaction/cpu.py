@@ -12,7 +12,7 @@ from shared.kernels.build import load_library
 from shared.kernels.compaction import portable
 from shared.kernels.compaction.binding import BoundGroup
 from shared.kernels.compaction.inputs import RoundInputs
-from shared.kernels.compaction.layout import Mode
+from shared.kernels.compaction.modes import Mode
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
 

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from shared.kernels.compaction.layout import CacheLayout, Family
-
-
-class RowMode(StrEnum):
-    """Who shares a row of kept ordinals. Every row of one request keeps the same count.
-
-    union            one row: every layer and head keeps the same entries
-    per_head         kv_heads rows, shared by the layers
-    per_layer_head   one row for each head of each full-attention layer, layers ascending, heads inside a layer
-    """
-
-    UNION = "union"
-    PER_HEAD = "per_head"
-    PER_LAYER_HEAD = "per_layer_head"
+from shared.kernels.compaction.modes import RowMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +98,11 @@ class RoundInputs:
             row[:, : request.kept.shape[1]] = request.kept
         moves = [keep + request.tail for keep, request in zip(keeps, requests, strict=True)]
         offsets = np.cumsum([0, *moves, *[0] * (self.batch - len(requests))], dtype=np.int64)
-        self.kept[: kept.shape[0], :, : kept.shape[2]].copy_(torch.from_numpy(kept))
-        self.move_offsets.copy_(torch.from_numpy(offsets.astype(np.int32)))
+        upload(kept, self.kept[: kept.shape[0], :, : kept.shape[2]])
+        upload(offsets.astype(np.int32), self.move_offsets)
         for name in ("tail", "draft_tail", "base", "valid_len"):
-            values = torch.tensor([getattr(request, name) for request in requests], dtype=torch.int32)
-            getattr(self, name)[: len(requests)].copy_(values)
+            values = np.asarray([getattr(request, name) for request in requests], dtype=np.int32)
+            upload(values, getattr(self, name)[: len(requests)])
         return len(requests)
 
     def _check(self, index: int, request: RequestRound) -> None:
@@ -134,6 +121,13 @@ class RoundInputs:
                 f"requests[{index}]: expected 0 <= base and base + keep <= valid_len, "
                 f"got base {request.base}, keep {keep}, valid_len {request.valid_len}"
             )
+
+
+def upload(values: NDArray[np.int32], target: torch.Tensor) -> None:
+    """Copy host values into `target` in stream order, without waiting. Each upload has host memory of its own, which torch keeps
+    until a device has read it, so the next round's values never overwrite those of one in flight."""
+    host = torch.from_numpy(values)
+    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
 
 
 def decision_rows(layout: CacheLayout, row_mode: RowMode) -> int:

@@ -8,19 +8,8 @@ from enum import StrEnum
 
 import torch
 
+from shared.kernels.compaction.modes import Mode
 from shared.kv_spec import KVCacheSpec, Layout
-
-
-class Mode(StrEnum):
-    """How survivors close the gaps that evicted entries leave.
-
-    ordered        the survivors keep their order: move i goes to `base + i`
-    hole_filling   survivors beyond the new length fill the holes below it; fewer moves, another order. Exact where attention
-                   does not look at the order of cells, which a window masked by physical order does
-    """
-
-    ORDERED = "ordered"
-    HOLE_FILLING = "hole_filling"
 
 
 class Family(StrEnum):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shared.kernels.compaction.binding import BoundGroup
 from shared.kernels.compaction.inputs import RoundInputs
-from shared.kernels.compaction.layout import Mode
+from shared.kernels.compaction.modes import Mode
 from shared.kernels.compaction.moves import ZERO, Moves, hole_filling_moves, ordered_moves, scrub_end, window_moves
 
 CHUNK = 1024

@@ -13,7 +13,7 @@ import torch
 
 from shared.kernels.compaction.binding import BoundGroup
 from shared.kernels.compaction.inputs import RoundInputs
-from shared.kernels.compaction.layout import Mode
+from shared.kernels.compaction.modes import Mode
 
 
 def bind(groups: tuple[BoundGroup, ...], inputs: RoundInputs, fault_key: torch.Tensor | None) -> Callable[[int], None]:

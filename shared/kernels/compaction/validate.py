@@ -8,8 +8,9 @@ from typing import NoReturn
 import torch
 
 from shared.kernels.compaction.geometry import byte_view, cells_overlap, geometry_of, may_alias
-from shared.kernels.compaction.inputs import RoundInputs, RowMode, decision_rows
-from shared.kernels.compaction.layout import CacheLayout, Family, Mode, PoolGroup
+from shared.kernels.compaction.inputs import RoundInputs, decision_rows
+from shared.kernels.compaction.layout import CacheLayout, Family, PoolGroup
+from shared.kernels.compaction.modes import Mode, RowMode
 from shared.kv_spec import DType, Layout
 
 INT32_LIMIT = 2**31

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shared.kernels.compaction.inputs import RequestRound, RoundInputs, RowMode
-from shared.kernels.compaction.layout import CacheLayout, Family, Mode, PoolGroup
+from shared.kernels.compaction.inputs import RequestRound, RoundInputs
+from shared.kernels.compaction.layout import CacheLayout, Family, PoolGroup
+from shared.kernels.compaction.modes import Mode, RowMode
 from shared.kernels.compaction.movers import Mover
 from shared.kernels.compaction.params import CompactionParams, build_compaction_params, compact
 from shared.kv_spec import DType, Layout

@@ -11,8 +11,9 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.kernels.compaction.inputs import RequestRound, RowMode
-from shared.kernels.compaction.layout import Family, Mode
+from shared.kernels.compaction.inputs import RequestRound
+from shared.kernels.compaction.layout import Family
+from shared.kernels.compaction.modes import Mode, RowMode
 from shared.kv_spec import DType, Layout
 from tests.support.compaction.case import Case, GroupCase, choose_kept, shuffled_tables
 

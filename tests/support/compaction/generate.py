@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from shared.kernels.compaction.inputs import RequestRound, RowMode
-from shared.kernels.compaction.layout import Family, Mode
+from shared.kernels.compaction.inputs import RequestRound
+from shared.kernels.compaction.layout import Family
+from shared.kernels.compaction.modes import Mode, RowMode
 from shared.kv_spec import DType, Layout
 from tests.support.compaction.case import Case, GroupCase, choose_kept
 
@@ -44,6 +46,10 @@ def generate(choose: Choose, rng: np.random.Generator) -> Case:
         RequestRound(choose_kept(rng, rows, keep, base, valid_len), base, valid_len, tail, draft_tail)
         for keep, base, valid_len, tail, draft_tail in lengths
     )
+    if count > 1 and choose([False, False, True]):
+        first, second = choose([(0, 1), (1, 0), (0, count - 1)])
+        common = min(lengths[first][1], lengths[second][1]) // page_size
+        groups = [_sharing(group, first, second, common) for group in groups]
     return Case(
         page_size=page_size,
         groups=tuple(groups),
@@ -66,6 +72,13 @@ def _lengths(choose: Choose, room: int, tail_capacity: int, window: int) -> tupl
     base = choose(range(valid_len - window + 1))
     keep = choose(range(window, valid_len - base + 1))
     return keep, base, valid_len, tail, draft_tail
+
+
+def _sharing(group: GroupCase, first: int, second: int, common: int) -> GroupCase:
+    """`second` reads the prefix pages of `first`: they end before either one's base, so that neither writes to them."""
+    table = group.table.copy()
+    table[second, :common] = table[first, :common]
+    return replace(group, table=table)
 
 
 def _group(

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from shared.kernels.compaction.geometry import byte_view
-from shared.kernels.compaction.inputs import RowMode
-from shared.kernels.compaction.layout import Mode
+from shared.kernels.compaction.modes import Mode, RowMode
 from shared.kernels.compaction.moves import Moves, hole_filling_moves, ordered_moves
 from tests.support.compaction.case import Rig
 

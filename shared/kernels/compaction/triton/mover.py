@@ -14,7 +14,7 @@ import triton.language as tl
 
 from shared.kernels.compaction.binding import BoundGroup
 from shared.kernels.compaction.inputs import RoundInputs
-from shared.kernels.compaction.layout import Mode
+from shared.kernels.compaction.modes import Mode
 from shared.kernels.compaction.triton.move import split_kernel, walk_kernel
 from shared.kernels.compaction.triton.pack import pack_kernel
 

@@ -55,6 +55,28 @@ KV_LAYOUT_PAGED: KVLayout.ValueType  # 1
 KV_LAYOUT_LINEAR: KVLayout.ValueType  # 2
 Global___KVLayout: _TypeAlias = KVLayout  # noqa: Y015
 
+class _CompactionMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CompactionModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CompactionMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    COMPACTION_MODE_UNSPECIFIED: _CompactionMode.ValueType  # 0
+    COMPACTION_MODE_ORDERED: _CompactionMode.ValueType  # 1
+    """In order."""
+    COMPACTION_MODE_HOLE_FILLING: _CompactionMode.ValueType  # 2
+    """Those beyond the new length into the holes below it: fewer moves, the same attention. Refused for models with sliding windows."""
+
+class CompactionMode(_CompactionMode, metaclass=_CompactionModeEnumTypeWrapper):
+    """How the survivors of a compaction round close the gaps of the evicted."""
+
+COMPACTION_MODE_UNSPECIFIED: CompactionMode.ValueType  # 0
+COMPACTION_MODE_ORDERED: CompactionMode.ValueType  # 1
+"""In order."""
+COMPACTION_MODE_HOLE_FILLING: CompactionMode.ValueType  # 2
+"""Those beyond the new length into the holes below it: fewer moves, the same attention. Refused for models with sliding windows."""
+Global___CompactionMode: _TypeAlias = CompactionMode  # noqa: Y015
+
 class _ElementType:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015

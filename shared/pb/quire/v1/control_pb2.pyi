@@ -66,10 +66,12 @@ class CompactionDefaults(_message.Message):
     BUDGET_FIELD_NUMBER: _builtins.int
     INTERVAL_FIELD_NUMBER: _builtins.int
     SINKS_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     budget: _builtins.int
     interval: _builtins.int
     sinks: _builtins.int
+    mode: _common_pb2.CompactionMode.ValueType
     def __init__(
         self,
         *,
@@ -77,10 +79,11 @@ class CompactionDefaults(_message.Message):
         budget: _builtins.int = ...,
         interval: _builtins.int = ...,
         sinks: _builtins.int | None = ...,
+        mode: _common_pb2.CompactionMode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_sinks", b"_sinks", "sinks", b"sinks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sinks", b"_sinks", "budget", b"budget", "interval", b"interval", "name", b"name", "sinks", b"sinks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sinks", b"_sinks", "budget", b"budget", "interval", b"interval", "mode", b"mode", "name", b"name", "sinks", b"sinks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__sinks: _TypeAlias = _typing.Literal["sinks"]  # noqa: Y015
     _WhichOneofArgType__sinks: _TypeAlias = _typing.Literal["_sinks", b"_sinks"]  # noqa: Y015

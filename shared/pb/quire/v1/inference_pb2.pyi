@@ -295,14 +295,17 @@ class CompactionOptions(_message.Message):
     BUDGET_FIELD_NUMBER: _builtins.int
     INTERVAL_FIELD_NUMBER: _builtins.int
     SINKS_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """sink_recent, knorm."""
+    """sink_recent, knorm, knorm_per_head, knorm_per_layer_head."""
     budget: _builtins.int
     """Entries a round keeps."""
     interval: _builtins.int
     """Entries that may gather beyond the budget before a round."""
     sinks: _builtins.int
     """First entries that are never evicted [4]."""
+    mode: _common_pb2.CompactionMode.ValueType
+    """[ordered]."""
     def __init__(
         self,
         *,
@@ -310,10 +313,11 @@ class CompactionOptions(_message.Message):
         budget: _builtins.int = ...,
         interval: _builtins.int = ...,
         sinks: _builtins.int | None = ...,
+        mode: _common_pb2.CompactionMode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_sinks", b"_sinks", "sinks", b"sinks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sinks", b"_sinks", "budget", b"budget", "interval", b"interval", "name", b"name", "sinks", b"sinks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sinks", b"_sinks", "budget", b"budget", "interval", b"interval", "mode", b"mode", "name", b"name", "sinks", b"sinks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__sinks: _TypeAlias = _typing.Literal["sinks"]  # noqa: Y015
     _WhichOneofArgType__sinks: _TypeAlias = _typing.Literal["_sinks", b"_sinks"]  # noqa: Y015
@@ -503,6 +507,9 @@ class Usage(_message.Message):
     QUEUE_S_FIELD_NUMBER: _builtins.int
     TIME_TO_FIRST_TOKEN_S_FIELD_NUMBER: _builtins.int
     GENERATE_S_FIELD_NUMBER: _builtins.int
+    ROWS_MOVED_FIELD_NUMBER: _builtins.int
+    BYTES_MOVED_FIELD_NUMBER: _builtins.int
+    COMPACTION_S_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     generated_tokens: _builtins.int
     cached_tokens: _builtins.int
@@ -517,6 +524,10 @@ class Usage(_message.Message):
     queue_s: _builtins.float
     time_to_first_token_s: _builtins.float
     generate_s: _builtins.float
+    rows_moved: _builtins.int
+    """K and V rows of a head that rounds moved, their bytes, and how long rounds held up the server."""
+    bytes_moved: _builtins.int
+    compaction_s: _builtins.float
     def __init__(
         self,
         *,
@@ -532,10 +543,13 @@ class Usage(_message.Message):
         queue_s: _builtins.float = ...,
         time_to_first_token_s: _builtins.float = ...,
         generate_s: _builtins.float = ...,
+        rows_moved: _builtins.int = ...,
+        bytes_moved: _builtins.int = ...,
+        compaction_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compaction_rounds", b"compaction_rounds", "generate_s", b"generate_s", "generated_tokens", b"generated_tokens", "pages_freed", b"pages_freed", "peak_pages", b"peak_pages", "physical_length", b"physical_length", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "time_to_first_token_s", b"time_to_first_token_s", "tokens_evicted", b"tokens_evicted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_moved", b"bytes_moved", "cached_tokens", b"cached_tokens", "compaction_rounds", b"compaction_rounds", "compaction_s", b"compaction_s", "generate_s", b"generate_s", "generated_tokens", b"generated_tokens", "pages_freed", b"pages_freed", "peak_pages", b"peak_pages", "physical_length", b"physical_length", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "rows_moved", b"rows_moved", "time_to_first_token_s", b"time_to_first_token_s", "tokens_evicted", b"tokens_evicted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

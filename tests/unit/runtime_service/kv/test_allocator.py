@@ -106,3 +106,60 @@ def test_integrity_counts_the_shared_pages() -> None:
 def test_a_pool_without_a_page_to_own_is_refused() -> None:
     with pytest.raises(ValueError, match="num_pages 1"):
         PageAllocator(1)
+
+
+class Gate:
+    """A fence that passes when told to, or when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.open, self.waits = False, 0
+
+    def passed(self) -> bool:
+        return self.open
+
+    def wait(self) -> None:
+        self.waits += not self.open
+        self.open = True
+
+
+def test_what_is_released_behind_a_fence_is_free_and_waited_for_only_when_it_is_needed() -> None:
+    """BR-047: pages of a sequence that ended return at once, and are written by others only behind what was launched before."""
+    allocator = PageAllocator(7)
+    taken, gate = allocator.try_allocate(4) or [], Gate()
+    allocator.hold_back(gate)
+    assert allocator.release(taken[:3]) == 3
+    assert (allocator.num_free, allocator.num_used) == (5, 1)
+    allocator.check_integrity()
+    assert not set(allocator.try_allocate(2) or []) & set(taken)
+    assert gate.waits == 0
+    assert allocator.try_allocate(4) is None
+    assert gate.waits == 0
+    assert set(allocator.try_allocate(3) or []) == set(taken[:3])
+    assert (gate.waits, allocator.num_free) == (1, 0)
+    allocator.check_integrity()
+
+
+def test_pages_come_back_in_the_order_of_their_fences() -> None:
+    allocator = PageAllocator(5)
+    taken, first, second = allocator.try_allocate(4) or [], Gate(), Gate()
+    allocator.hold_back(first)
+    allocator.release(taken[:1])
+    allocator.hold_back(second)
+    allocator.release(taken[1:2])
+    assert allocator.try_allocate(1) == taken[:1]
+    assert (first.waits, second.waits) == (1, 0)
+    second.open = True
+    allocator.release(taken[2:3])
+    assert sorted(allocator.try_allocate(2) or []) == sorted(taken[1:3])
+    assert second.waits == 0
+
+
+def test_a_shared_page_is_held_back_by_the_last_of_its_owners() -> None:
+    allocator = PageAllocator(3)
+    taken, gate = allocator.try_allocate(2) or [], Gate()
+    allocator.share(taken)
+    allocator.release(taken)
+    allocator.hold_back(gate)
+    assert (allocator.release(taken), allocator.num_free) == (2, 2)
+    allocator.check_integrity()
+    assert (len(allocator.try_allocate(2) or []), gate.waits) == (2, 1)

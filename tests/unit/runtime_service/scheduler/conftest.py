@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from runtime_service.core.batch import PressureRound, ScheduledBatch
@@ -12,7 +13,6 @@ from runtime_service.core.params import CompactionParams
 from runtime_service.core.sequence import Sequence, Status
 from runtime_service.kv.allocator import PageAllocator
 from runtime_service.scheduler.scheduler import Scheduler
-from shared.ids import Ordinal
 from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout
 from shared.profiles import ProfileSet, parse_profile
 from tests.support.serving import request
@@ -63,10 +63,10 @@ class Bench:
 
     def compact(self, sequence: Sequence) -> None:
         budget = sequence.request.compaction.budget
-        kept = [Ordinal(o) for o in range(sequence.physical_len - budget, sequence.physical_len)]
+        kept = np.arange(sequence.physical_len - budget, sequence.physical_len, dtype=np.int32)[None]
         if sequence.is_replaying:
             kept = sequence.remembered_round()
-        needed = min(len(kept) + sequence.remaining, sequence.request.max_physical)
+        needed = min(kept.shape[1] + sequence.remaining, sequence.request.max_physical)
         self.allocator.release(sequence.compact(kept, sequence.pages[: self.spec.pages_for(needed)]))
 
     def check(self) -> None:

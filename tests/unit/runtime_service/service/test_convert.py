@@ -10,6 +10,7 @@ from runtime_service.core.sampled import SampledToken, TokenLogprob
 from runtime_service.service import convert
 from runtime_service.streaming.events import Failure, Finished, FinishReason, TokenDelta, Usage
 from shared.errors import FieldOutOfRange, KVExhausted
+from shared.kernels.compaction.modes import Mode
 from shared.pb.quire.v1 import control_pb2 as control
 from shared.pb.quire.v1 import inference_pb2 as pb
 
@@ -75,8 +76,14 @@ def test_bad_compaction_is_named_where_it_stands():
 
 
 def test_compaction_goes_out_as_it_came_in():
-    params = CompactionParams("knorm", 64, 16, 2)
-    assert convert.default_compaction(convert.compaction_message(params)) == params
+    for mode in Mode:
+        params = CompactionParams("knorm", 64, 16, 2, mode)
+        assert convert.default_compaction(convert.compaction_message(params)) == params
+    unset = pb.CompactionOptions(name="knorm", budget=64, interval=16)
+    assert convert.compaction_params(pb.KVOptions(policy=unset), None) == CompactionParams("knorm", 64, 16)
+    unset.mode = 9  # of a later version
+    with pytest.raises(FieldOutOfRange, match=r"kv\.policy\.mode must be ordered or hole_filling, 1 or 2; got 9"):
+        convert.compaction_params(pb.KVOptions(policy=unset), None)
 
 
 def test_caps_of_the_wire():

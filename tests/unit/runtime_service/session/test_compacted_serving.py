@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from runtime_service.core.params import CompactionParams, SamplingParams
 from runtime_service.engine.engine import EngineInputs
 from shared.errors import FieldOutOfRange
+from shared.kernels.compaction.modes import Mode
 from shared.kv_spec import Layout
 from tests.support.serving import RecordingStream, request, rounds_of, run, serving, submit
 from tests.support.tiny_engine import Oracle, Round, TinyEngine, TinyModel, sink_recent_rounds
@@ -46,15 +49,59 @@ def test_evicting_matters_to_this_model() -> None:
 
 
 @both_layouts
-def test_knorm_output_equals_the_oracles_with_the_positions_it_chose(layout: Layout) -> None:
+@pytest.mark.parametrize("mode", Mode)
+def test_knorm_output_equals_the_oracles_with_the_positions_it_chose(layout: Layout, mode: Mode) -> None:
     loop = serving(TinyEngine(layout=layout), num_pages=40)
-    (stream,) = submit(loop, request(range(30), 40, compaction=KNORM))
+    (stream,) = submit(loop, request(range(30), 40, compaction=replace(KNORM, mode=mode)))
     run(loop)
     rounds = rounds_of(stream.sequences[0])
     assert len(rounds) >= 3
     assert all(round_.kept[:SINKS] == (0, 1) and len(round_.kept) == BUDGET for round_ in rounds)
     assert any(set(round_.kept) != set(recent.kept) for round_, recent in zip(rounds, recent_rounds(30, 40), strict=True))
     assert stream.tokens() == Oracle().expected_tokens(range(30), 40, rounds)
+
+
+@both_layouts
+@pytest.mark.parametrize(
+    ("policy", "rows", "window", "mode"),
+    [
+        ("knorm_per_head", 2, 5, Mode.ORDERED),
+        ("knorm_per_head", 2, None, Mode.HOLE_FILLING),
+        ("knorm_per_layer_head", 4, None, Mode.ORDERED),
+        ("knorm_per_layer_head", 4, None, Mode.HOLE_FILLING),
+    ],
+)
+def test_heads_with_entries_of_their_own_equal_the_oracles(
+    layout: Layout, policy: str, rows: int, window: int | None, mode: Mode
+) -> None:
+    model = TinyModel(window=window)
+    loop = serving(TinyEngine(model, layout=layout), num_pages=40)
+    (stream,) = submit(loop, request(range(30), 40, compaction=CompactionParams(policy, BUDGET, INTERVAL, SINKS, mode)))
+    run(loop)
+    rounds = rounds_of(stream.sequences[0])
+    assert len(rounds) >= 3
+    assert all(len(round_.heads) == rows for round_ in rounds)
+    assert len(set(rounds[-1].heads)) > 1
+    assert stream.tokens() == Oracle(model).expected_tokens(range(30), 40, rounds)
+
+
+def test_filling_holes_moves_less_than_keeping_order_and_says_the_same() -> None:
+    moved = {}
+    for mode in Mode:
+        loop = serving(TinyEngine(), num_pages=40)
+        (stream,) = submit(loop, request(range(10), 45, compaction=replace(RECENT, mode=mode)))
+        run(loop)
+        moved[mode] = stream.usage.rows_moved
+        assert stream.usage.bytes_moved == moved[mode] * 2 * 8 * 4
+        assert stream.tokens() == Oracle().expected_tokens(range(10), 45, recent_rounds(10, 45))
+    rounds = len(recent_rounds(10, 45))
+    assert moved == {Mode.ORDERED: rounds * 4 * (BUDGET - SINKS), Mode.HOLE_FILLING: rounds * 4 * INTERVAL}
+
+
+def test_hole_filling_is_refused_for_a_model_with_a_window() -> None:
+    loop = serving(TinyEngine(TinyModel(window=5)), num_pages=40)
+    with pytest.raises(FieldOutOfRange, match="Use ordered"):
+        submit(loop, request(range(10), 5, compaction=replace(RECENT, mode=Mode.HOLE_FILLING)))
 
 
 def test_a_linear_engine_generates_far_past_its_slot() -> None:
@@ -162,12 +209,13 @@ def test_a_sequence_under_pressure_is_compacted_early_and_is_still_what_the_orac
 
 
 @both_layouts
+@pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("prompt_len", [7, 16, 18, 30])
-def test_forked_samples_are_compacted_without_touching_what_they_share(layout: Layout, prompt_len: int) -> None:
+def test_forked_samples_are_compacted_without_touching_what_they_share(layout: Layout, mode: Mode, prompt_len: int) -> None:
     """BR-037. A prompt of 18 or 30 is compacted at the very step that forks it."""
     loop = serving(TinyEngine(layout=layout), num_pages=60)
     sampling = SamplingParams(temperature=0.0, n=3)
-    (stream,) = submit(loop, request(range(prompt_len), 30, sampling=sampling, compaction=RECENT))
+    (stream,) = submit(loop, request(range(prompt_len), 30, sampling=sampling, compaction=replace(RECENT, mode=mode)))
     run(loop)
     expected = Oracle().expected_tokens(range(prompt_len), 30, recent_rounds(prompt_len, 30))
     assert [stream.tokens(index) for index in range(3)] == [expected] * 3
@@ -195,7 +243,7 @@ def test_evidence_of_the_pool_is_the_sum_of_its_requests() -> None:
     evidence = [stream.sequences[0].evidence for stream in streams]
     assert total.rounds == sum(e.rounds for e in evidence) == sum(s.usage.compaction_rounds for s in streams)
     assert total.pages_freed == sum(s.usage.pages_freed for s in streams) > 0
-    assert total.bytes_moved == total.rows_moved * 2 * 2 * 8 * 4 > 0
+    assert total.bytes_moved == total.rows_moved * 2 * 8 * 4 > 0
     assert total.duration_s == pytest.approx(sum(e.duration_s for e in evidence))
 
 

@@ -11,6 +11,7 @@ import torch
 from runtime_service.core.params import CompactionParams, SamplingParams
 from runtime_service.loop import ServingLoop
 from runtime_service.sampling import SamplerState, sample
+from shared.kernels.compaction.modes import Mode
 from shared.kv_spec import Layout
 from tests.support.serving import RecordingStream, request, rounds_of, run, serving, submit
 from tests.support.tiny_engine import VOCAB, Oracle, TinyEngine, TinyModel
@@ -52,9 +53,12 @@ def test_preempted_after_any_step_the_tokens_and_the_rounds_are_the_same(
         assert loop.load().engines[0].pages_free == 39
 
 
-def test_preempted_again_and_again_in_the_middle_of_its_own_recomputation() -> None:
+@pytest.mark.parametrize(
+    ("policy", "mode"), [("knorm", Mode.ORDERED), ("knorm", Mode.HOLE_FILLING), ("knorm_per_layer_head", Mode.HOLE_FILLING)]
+)
+def test_preempted_again_and_again_in_the_middle_of_its_own_recomputation(policy: str, mode: Mode) -> None:
     loop = serving(TinyEngine(), num_pages=40)
-    (stream,) = submit(loop, request(range(20), 60, compaction=CompactionParams("knorm", 12, 6, 2)))
+    (stream,) = submit(loop, request(range(20), 60, compaction=CompactionParams(policy, 12, 6, 2, mode)))
     for turns in (30, 3, 5, 9, 2, 14, 1):
         for _ in range(turns):
             loop.turn()

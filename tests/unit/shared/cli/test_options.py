@@ -62,10 +62,25 @@ def test_compaction_words():
     assert (policy.name, policy.budget, policy.interval, policy.HasField("sinks")) == ("knorm", 256, 64, False)
     policy = kv_options("budget=9,sinks=0,interval=3,policy=sink_recent").policy
     assert (policy.budget, policy.interval, policy.sinks, policy.HasField("sinks")) == (9, 3, 0, True)
+    assert policy.mode == common_pb2.COMPACTION_MODE_UNSPECIFIED
+    policy = kv_options("policy=knorm,budget=9,mode=hole_filling").policy
+    assert policy.mode == common_pb2.COMPACTION_MODE_HOLE_FILLING
 
 
 @pytest.mark.parametrize(
-    "text", ["", "on", "policy=", "policy=a", "budget=4", "policy=a,budget=x", "policy=a,budget=-1", "a=b", "policy=a,policy=b"]
+    "text",
+    [
+        "",
+        "on",
+        "policy=",
+        "policy=a",
+        "budget=4",
+        "policy=a,budget=x",
+        "policy=a,budget=-1",
+        "a=b",
+        "policy=a,policy=b",
+        "policy=a,budget=4,mode=b",
+    ],
 )
 def test_bad_compaction_words_are_refused(text):
     with pytest.raises(FieldOutOfRange, match="--compaction"):

@@ -20,6 +20,7 @@ SOURCE = 'extern "C" int quire_test_answer() { return 42; }\n'
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "_loaded", {})
     path = tmp_path / "answer.cpp"
     path.write_text(SOURCE)
     return path
@@ -35,7 +36,18 @@ def test_built_once_then_found(source: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert library is not None
     assert ctypes.CDLL(str(library)).quire_test_answer() == 42
     monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(build, "_loaded", {})  # as another process would
     assert build.load_library("answer", [source]) == library
+
+
+@needs_compiler
+def test_a_source_edited_under_a_live_process_is_loaded_by_the_next_one(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two libraries that register one operator would end the process."""
+    library = build.load_library("answer", [source])
+    source.write_text(SOURCE.replace("42", "43"))
+    assert build.load_library("answer", [source]) == library
+    monkeypatch.setattr(build, "_loaded", {})
+    assert build.load_library("answer", [source]) != library
 
 
 @needs_compiler

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shared.kernels.compaction import cpu
-from shared.kernels.compaction.inputs import RequestRound, RowMode
-from shared.kernels.compaction.layout import Mode
+from shared.kernels.compaction.inputs import RequestRound
+from shared.kernels.compaction.modes import Mode, RowMode
 from shared.kernels.compaction.movers import Mover
 from shared.kernels.compaction.moves import hole_filling_moves, ordered_moves, scrub_end
 from tests.support.compaction.case import Case, GroupCase, Rig, choose_kept, differing_bytes, run, shuffled_tables

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from shared.kernels.compaction.inputs import RequestRound, RoundInputs, RowMode, decision_rows
+from shared.kernels.compaction.inputs import RequestRound, RoundInputs, decision_rows
 from shared.kernels.compaction.layout import CacheLayout, Family, PoolGroup
+from shared.kernels.compaction.modes import RowMode
 from shared.kv_spec import Layout
 
 

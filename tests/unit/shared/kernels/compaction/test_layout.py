@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from shared.kernels.compaction.geometry import byte_view, cells_overlap, geometry_of, may_alias
-from shared.kernels.compaction.layout import CacheLayout, Family, Mode
+from shared.kernels.compaction.layout import CacheLayout, Family
+from shared.kernels.compaction.modes import Mode
 from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout
 
 SPEC = KVCacheSpec(

@@ -12,8 +12,9 @@ from shared.kernels.build import find_compiler
 PROGRAM = """
 import resource, sys
 import numpy as np, torch
+from shared.kernels.compaction.modes import RowMode
 from shared.kernels.compaction import cpu
-from shared.kernels.compaction.inputs import RequestRound, RoundInputs, RowMode
+from shared.kernels.compaction.inputs import RequestRound, RoundInputs
 from shared.kernels.compaction.layout import CacheLayout
 from shared.kernels.compaction.params import build_compaction_params, compact
 from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout

@@ -12,12 +12,12 @@ from shared.errors import BackendUnavailable
 from shared.kernels.build import find_compiler
 from shared.kernels.compaction import cpu, movers
 from shared.kernels.compaction.inputs import RequestRound
-from shared.kernels.compaction.layout import Mode
+from shared.kernels.compaction.modes import Mode
 from shared.kernels.compaction.movers import Mover
 from shared.kernels.compaction.params import compact
-from shared.kv_spec import DType
 from tests.support.compaction import catalogue
 from tests.support.compaction.case import Case, GroupCase, Rig, differing_bytes, run
+from tests.support.compaction.far import differing_far_cells
 
 CPU = torch.device("cpu")
 CASES = catalogue.catalogue()
@@ -65,22 +65,9 @@ def test_a_bound_geometry_serves_changing_rounds(mode: Mode, form: str) -> None:
         assert differing_bytes(rigs[0].storages, rigs[1].storages) == 0
 
 
-def test_offsets_past_2_31(form: str) -> None:
-    """Byte offsets past 2^32, in a pool whose memory is mostly never touched."""
-    pool = torch.empty(5 << 30, dtype=torch.int8).as_strided((5, 2, 1, 2, 4), (1 << 30, 1 << 29, 8, 4, 1))
-    case = Case(2, (GroupCase(np.array([[4, 1, 3]], dtype=np.int32), 5, kv_heads=1, head_dim=4, dtype=DType.INT8),), ())
-    rig = Rig(Case(**{**vars(case), "keep_capacity": 4}), CPU)
-    group = rig.layout.groups[0]
-    object.__setattr__(group, "pools", (pool,))
-    for page in range(5):
-        pool[page] = torch.arange(16).view(2, 1, 2, 4) + 16 * page
-    expected = pool[[4, 1, 3]].clone()
-    compact(rig.build(Mover.CPU), rig.inputs.stage([catalogue.union([1, 4, 5], valid_len=6)]))
-    # Ordinal n lies on entry n // 2 of the table, slot n % 2: 1 -> 0, 4 -> 1, 5 -> 2.
-    assert torch.equal(pool[4, :, :, 0], expected[0, :, :, 1])
-    assert torch.equal(pool[4, :, :, 1], expected[2, :, :, 0])
-    assert torch.equal(pool[1, :, :, 0], expected[2, :, :, 1])
-    assert torch.equal(pool[1, :, :, 1], expected[1, :, :, 1])
+@pytest.mark.parametrize("mode", Mode)
+def test_offsets_past_2_31(form: str, mode: Mode) -> None:
+    assert differing_far_cells(Mover.CPU, CPU, mode) == 0
 
 
 def test_only_the_active_requests_move() -> None:

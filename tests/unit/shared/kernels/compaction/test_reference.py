@@ -7,8 +7,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from shared.kernels.compaction.inputs import RequestRound, RowMode
-from shared.kernels.compaction.layout import Family, Mode
+from shared.kernels.compaction.inputs import RequestRound
+from shared.kernels.compaction.layout import Family
+from shared.kernels.compaction.modes import Mode, RowMode
 from shared.kernels.compaction.movers import Mover
 from shared.kernels.compaction.params import compact
 from shared.kv_spec import DType, Layout

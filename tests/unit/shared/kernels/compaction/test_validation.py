@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shared.kernels.compaction.inputs import RoundInputs, RowMode
-from shared.kernels.compaction.layout import CacheLayout, Family, Mode, PoolGroup
+from shared.kernels.compaction.inputs import RoundInputs
+from shared.kernels.compaction.layout import CacheLayout, Family, PoolGroup
+from shared.kernels.compaction.modes import Mode, RowMode
 from shared.kernels.compaction.params import build_compaction_params
 from shared.kv_spec import Layout
 

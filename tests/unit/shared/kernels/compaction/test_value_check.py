@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from shared.kernels.compaction.check import Fault, FaultKind
-from shared.kernels.compaction.inputs import RequestRound, RoundInputs, RowMode
-from shared.kernels.compaction.layout import CacheLayout, Family, Mode
+from shared.kernels.compaction.inputs import RequestRound, RoundInputs
+from shared.kernels.compaction.layout import CacheLayout, Family
+from shared.kernels.compaction.modes import Mode, RowMode
 from shared.kernels.compaction.movers import Mover
 from shared.kernels.compaction.params import compact
 from tests.support.compaction import catalogue
