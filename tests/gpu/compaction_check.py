@@ -186,8 +186,8 @@ def check_graph(device: torch.device) -> Iterator[Outcome]:
 
 
 def check_runtime_rounds(device: torch.device) -> Iterator[Outcome]:
-    """The runtime's rounds beside the same on the CPU, with forks, preemption and a draft: the same pools, maps and page lists. On
-    a GPU they neither wait nor allocate."""
+    """The runtime's rounds beside the same on the CPU, with forks, preemption and a draft: the same pools, maps and page lists,
+    without a wait for the device or an allocation on it."""
     for mode, rows in itertools.product(Mode, RowMode):
         for name, spec in twins.specs(mode).items():
             policy = twins.policy_for(rows, spec)
@@ -196,22 +196,19 @@ def check_runtime_rounds(device: torch.device) -> Iterator[Outcome]:
             drafted = rows is RowMode.UNION
             pair = [twins.Twin(at, spec, policy, mode, drafted) for at in (torch.device("cpu"), device)]
             rng, faults, allocated = np.random.default_rng(6), 0, 0
-            for _ in range(300 if device.type == "cuda" else 60):
+            for _ in range(300):
                 twins.step(rng, pair)
                 if pair[0].due():
                     pair[0].compactor.run(pair[0].due())
                     allocated += unwaited(device, pair[1])
                     faults += twins.differing(pair)
-            assert pair[0].compactor.evidence.rounds > 3
+            assert pair[0].compactor.evidence.rounds > 10
             yield f"runtime {mode} {rows} {name}", faults
             yield f"runtime {mode} {rows} {name} allocates nothing", allocated
 
 
 def unwaited(device: torch.device, twin: twins.Twin) -> int:
     """Run what is due, allowed no wait for the device; returns how often it allocated there."""
-    if device.type != "cuda":
-        twin.compactor.run(twin.due())
-        return 0
     before = allocations(device)
     torch.cuda.set_sync_debug_mode("error")
     twin.compactor.run(twin.due())
@@ -290,11 +287,10 @@ def main() -> int:
         "far": check_far,
         "idle": check_draft_and_wide_rounds,
         "random": check_random_rounds,
-        "runtime": check_runtime_rounds,
     }
     if device.type == "cuda":
         print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
-        sections |= {"races": check_races, "large": check_large_offsets, "graph": check_graph}
+        sections |= {"runtime": check_runtime_rounds, "races": check_races, "large": check_large_offsets, "graph": check_graph}
     failures = total = 0
     for section, check in sections.items():
         if section != "catalogue" and arguments.only not in section:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,7 @@ from runtime_service.core.params import CompactionParams
 from runtime_service.core.sequence import Sequence
 from runtime_service.session.inputs import build_inputs
 from shared.errors import InternalError
-from shared.ids import Ordinal, PageId
+from shared.ids import PageId
 from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout
 from tests.support.serving import request
 
@@ -24,7 +25,7 @@ def sequence(prompt: list[int], computed: int, pages: list[int], kept: list[int]
     if computed:
         made.advance(computed)
     if kept is not None:
-        made.compact([Ordinal(o) for o in kept], made.pages)
+        made.compact(np.asarray([kept], dtype=np.int32), made.pages)
     return made
 
 
@@ -49,6 +50,16 @@ def test_a_linear_block_table_is_the_slot() -> None:
     linear = KVCacheSpec((GROUP,), Layout.LINEAR, page_size=20, max_len=20)
     inputs = build_inputs(ScheduledBatch("decode", 1, (sequence([1], 0, [6]), sequence([2], 0, [3]))), linear)
     assert inputs.block_table.tolist() == [[6], [3]]
+
+
+def test_nothing_of_a_sequence_is_remembered_across_a_round() -> None:
+    """The batch of the step before a round and the one behind it are the same; lengths and table are the new ones."""
+    row = sequence([1] * 11, 9, [5, 6, 7])
+    assert build_inputs(ScheduledBatch("prefill", 1, (row,)), SPEC).write_start.tolist() == [9]
+    row.compact(np.asarray([[0, 8, 2]], dtype=np.int32), row.pages[:1])
+    inputs = build_inputs(ScheduledBatch("prefill", 1, (row,)), SPEC)
+    assert (inputs.write_start.tolist(), inputs.position_ids.tolist()) == ([3], [[9]])
+    assert inputs.block_table.tolist() == [[5, 0, 0, 0, 0]]
 
 
 def test_inputs_of_a_step_are_its_own() -> None:
