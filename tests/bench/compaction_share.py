@@ -18,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime_service.compaction.registry import POLICIES
+from runtime_service.compaction.policies.knorm import KNorm
+from runtime_service.compaction.policies.sink_recent import SinkRecent
+from runtime_service.compaction.policy import Policy
 from runtime_service.compaction.round import Compactor
 from runtime_service.core.params import CompactionParams, SamplingParams, StopParams
 from runtime_service.core.request import GenerationRequest
@@ -55,6 +57,9 @@ class Decoder:
         group = LayerGroup(tuple(range(self.layers)), self.kv_heads, self.head_dim, self.dtype)
         return KVCacheSpec((group,), Layout.PAGED, self.page_size, self.budget + self.interval)
 
+
+POLICIES: dict[str, Policy] = {"knorm": KNorm(), "sink_recent": SinkRecent()}
+"""Not the registry's mapping: it knows manifests, and the machine with the GPU has no pydantic."""
 
 SMOLLM2 = Decoder("SmolLM2-135M", 30, 576, 1536, 49152, 9, 3, 64, DType.FLOAT32, 4, 16, 256, 64)
 LLAMA_8B = Decoder("8B shape", 32, 4096, 14336, 128256, 32, 8, 128, DType.BFLOAT16, 32, 32, 2048, 128)
