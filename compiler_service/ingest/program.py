@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from compiler_service.ingest.checkpoint_files import source_files
 from compiler_service.ingest.program_archive import ProgramArchive
-from compiler_service.ingest.program_caches import LayerCaches, find_caches
+from compiler_service.ingest.program_caches import LayerCaches, cache_values, find_caches
 from compiler_service.ingest.program_graph import read_program
 from compiler_service.ingest.source import Source
 from shared.errors import FieldOutOfRange, UnsupportedModel
@@ -79,9 +79,7 @@ class ProgramModel:
         )
 
     def _caches(self) -> dict[str, Tensor]:
-        values = {node.name: node.meta["val"] for node in self.program.graph.find_nodes(op="placeholder")}
-        names = {name for layer in self.layers for name in (layer.k, layer.v)}
-        return {target: values[name] for name, target in self.program.graph_signature.inputs_to_buffers.items() if target in names}
+        return cache_values(self.program, self.layers)
 
 
 def open_program(source: Source) -> ProgramModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -44,6 +45,13 @@ def find_caches(program: ExportedProgram) -> tuple[LayerCaches, ...]:
     if not layers:
         raise UnsupportedModel("the program writes no buffer [batch, heads, cells, head_dim]: it has no static K and V caches")
     return tuple(layers)
+
+
+def cache_values(program: ExportedProgram, layers: Sequence[LayerCaches]) -> dict[str, Tensor]:
+    """The traced tensor of every cache by its buffer's name."""
+    values = {node.name: node.meta["val"] for node in program.graph.find_nodes(op="placeholder")}
+    names = {name for layer in layers for name in (layer.k, layer.v)}
+    return {target: values[name] for name, target in program.graph_signature.inputs_to_buffers.items() if target in names}
 
 
 def _is_cache(value: object) -> bool:

@@ -18,6 +18,7 @@ from runtime_service.engine.graphs import GraphedSteps
 from runtime_service.engine.inductor import HostSteps, InductorEngine
 from runtime_service.engine.tensorrt import library
 from runtime_service.engine.tensorrt.engine import TensorRTEngine, load_plan
+from runtime_service.engine.tensorrt.probe import find_plan_faults
 from runtime_service.engine.weights import ModelWeights, WeightsCache
 from shared.artifacts.store import ArtifactHandle
 from shared.bindings import Role, pool_name
@@ -64,6 +65,8 @@ class EngineLoader:
             if manifest.backend in library.BACKENDS:
                 weights = self._weights.get(model_id, model.path(WEIGHTS_FILE), "cuda")
                 launcher = load_plan(manifest, engine.path(PLAN_FILE), _bound_weights(manifest, weights))
+                if faults := find_plan_faults(manifest, launcher, weights):
+                    _require("probe", "no fault", "; ".join(faults))
                 return TensorRTEngine(manifest, launcher, weights, resources.pop_all())
             device = manifest.target.device
             package = Package(engine.path(_PACKAGE_MARKER).parent, device)

@@ -42,7 +42,7 @@ class KVPool:
         self.num_pages = num_pages
         self.device = torch.device(device)
         try:
-            self.tensors = tuple(
+            self.tensors: tuple[torch.Tensor, ...] = tuple(
                 torch.zeros(spec.pool_shape(group, num_pages), dtype=getattr(torch, group.dtype.value), device=self.device)
                 for _, group in spec.iter_layers()
             )
@@ -50,6 +50,14 @@ class KVPool:
             raise MemoryExhausted(
                 f"a KV pool of {num_pages} pages takes {self.num_bytes} bytes on {self.device}; {error}. Use fewer pages"
             ) from error
+
+    @classmethod
+    def over(cls, spec: KVCacheSpec, tensors: Sequence[torch.Tensor]) -> KVPool:
+        """A pool of tensors that somebody else allocated, one a layer in the shape above."""
+        pool = cls.__new__(cls)
+        pool.spec, pool.tensors, pool.device = spec, tuple(tensors), tensors[0].device
+        pool.num_pages = tensors[0].shape[spec.layout.page_dim]
+        return pool
 
     @property
     def num_bytes(self) -> int:

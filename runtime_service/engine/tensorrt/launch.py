@@ -91,7 +91,7 @@ class Launcher:
         return self._logits[: launch.rows]
 
     def close(self) -> None:
-        """Wait for the device, then let go of contexts and graphs."""
+        """Wait for the device, then let go of contexts, graphs and the pool. The next run makes them anew."""
         self._stream.synchronize()
         self._graphs.clear()
         self._contexts.clear()
