@@ -67,7 +67,6 @@ class CompileSpec:
             _require(len(self.targets) == 1, "targets", "cpu or one compute capability for inductor", ",".join(self.targets))
         else:
             _require("cpu" not in self.targets, "targets", f"compute capabilities for {self.backend}", ",".join(self.targets))
-            _require(self.layout is Layout.LINEAR, "layout", f"linear for {self.backend}", self.layout.value)
 
     @property
     def digest(self) -> str:

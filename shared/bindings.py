@@ -23,6 +23,14 @@ LAST_INDEX = "last_index"
 """int32 `[batch]`, which of the row's new tokens the logits are wanted for."""
 BLOCK_TABLE = "block_table"
 """int32 `[batch, max_pages]`, ordinal page -> PageId. Linear layout: `[batch, 1]`, the slot."""
+PACKED_ORDER = "packed_order"
+"""int32 `[2 * tokens]`, for engines that write a paged pool as packed rows (below): the keys' and values' new rows, counted keys
+first, in the order of the pool rows that take them. Rows bound for the dump page are not among them."""
+PACKED_ENDS = "packed_ends"
+"""int32 `[2 * num_pages + 1]`: exclusive prefix sum of how many new rows each pool row takes. Pool row 2p holds the keys of page
+p, row 2p + 1 its values."""
+PACKED_OFFSETS = "packed_offsets"
+"""int32 `[2 * num_pages]`: the cell of each pool row that its first new row goes to."""
 LOGITS = "logits"
 """float32 `[batch, vocab_size]`."""
 
@@ -35,6 +43,11 @@ def pool_name(layer: int) -> str:
 def cache_name(layer: int, kind: str) -> str:
     """Name of one layer's K or V cache (`kind` is `k` or `v`) in the linear program."""
     return f"{kind}_cache.{layer}"
+
+
+def layer_of(cache: str) -> int:
+    """The layer of a `cache_name`."""
+    return int(cache.rpartition(".")[2])
 
 
 def updated_name(cache: str) -> str:

@@ -10,6 +10,7 @@ prefill, 6 of decode, past every window) and built into an engine here. A build 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import subprocess
 import sys
@@ -71,8 +72,9 @@ def stock(model: PreTrainedModel) -> DecoderProgram:
 
 
 def ours(model: PreTrainedModel) -> DecoderProgram:
-    spec = cache_spec(model.config, DType.FLOAT32, Layout.LINEAR, MAX_LEN, MAX_LEN)
-    return export_decoder(model.config, spec, PROFILES, static_cache=True)
+    config = copy.deepcopy(model.config)  # exporting chooses its attention in it
+    spec = cache_spec(config, DType.FLOAT32, Layout.LINEAR, MAX_LEN, MAX_LEN)
+    return export_decoder(config, spec, PROFILES, static_cache=True)
 
 
 EXPORTS = {"stock": stock, "ours": ours}

@@ -14,11 +14,16 @@ from compiler_service.export.geometry import cache_spec
 from compiler_service.export.program import DecoderProgram, export_decoder
 from compiler_service.proof.certificate import ProofReport
 from compiler_service.proof.decoder import prove_decoder
+from compiler_service.publish import certify
 from shared.kv_spec import DType, Layout
 from shared.manifest import SCHEMA_VERSION, EngineManifest, ModelFacts, encode_manifest
 from shared.profiles import ProfileSet, parse_profile
 
 BACKEND = TensorRTBackend.for_targets(Flavour.RTX, ("sm80",))
+
+
+def backend(layout: Layout) -> TensorRTBackend:
+    return replace(BACKEND, layout=layout)
 
 
 @dataclass(frozen=True)
@@ -30,17 +35,27 @@ class Lowered:
     report: ProofReport
 
 
-def lower(config: PreTrainedConfig, profiles: tuple[str, ...], max_len: int, dtype: DType = DType.FLOAT32) -> Lowered:
-    spec = cache_spec(config, dtype, Layout.LINEAR, max_len, max_len)
+def lower(
+    config: PreTrainedConfig,
+    profiles: tuple[str, ...],
+    max_len: int,
+    dtype: DType = DType.FLOAT32,
+    *,
+    page_size: int | None = None,
+) -> Lowered:
+    """Over linear caches, or over a pool of pages of `page_size` tokens."""
+    layout = Layout.LINEAR if page_size is None else Layout.PAGED
+    spec = cache_spec(config, dtype, layout, page_size or max_len, max_len)
     exported = export_decoder(config, spec, ProfileSet(tuple(map(parse_profile, profiles))), static_cache=True)
-    program = BACKEND.lower(exported)
-    return Lowered(exported, program, prove_decoder(exported, program))
+    linear = BACKEND.lower(exported)
+    report = prove_decoder(exported, linear)
+    report.require()
+    return Lowered(exported, backend(layout).place_caches(linear, report), report)
 
 
 def build(lowered: Lowered, config: PreTrainedConfig, directory: Path, progress: list[float] | None = None) -> EngineManifest:
     """Build into `directory`, with a manifest beside the plan. Fractions done are appended to `progress`."""
     done = [] if progress is None else progress
-    lowered.report.require()
     built = BACKEND.build(lowered.program, lowered.report, directory, lambda fraction, _: done.append(fraction))
     manifest = EngineManifest(
         schema_version=SCHEMA_VERSION,
@@ -55,7 +70,7 @@ def build(lowered: Lowered, config: PreTrainedConfig, directory: Path, progress:
         target=built.target,
         toolchain=built.toolchain,
         constants=built.constants,
-        proof=tuple(replace(c, binding=c.cache, aliased=True) for c in lowered.report.certificates),
+        proof=certify(lowered.report.certificates, built.aliases, backend(lowered.program.cache.layout).alias_of),
         key_components={},
         files=(),
     )

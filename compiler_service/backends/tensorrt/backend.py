@@ -1,4 +1,4 @@
-"""TensorRT as a Backend: the linear caches aliased by the engine itself, verified by the build's own record."""
+"""TensorRT as a Backend: caches aliased by the engine itself, linear or in a paged pool, verified by the build's own record."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from compiler_service.backends.tensorrt.decompose import decompose
 from compiler_service.backends.tensorrt.flavour import Flavour, build_toolchain, require_buildable
 from compiler_service.export.program import DecoderProgram
 from compiler_service.lowering.lower import lower_to_linear
+from compiler_service.lowering.passes.page_caches import page_caches
 from compiler_service.proof.certificate import ProofReport
-from shared.bindings import AliasedBinding, updated_name
+from shared.bindings import AliasedBinding, layer_of, pool_name, updated_name
+from shared.kv_spec import Layout
 from shared.manifest import Target
 
 
@@ -23,15 +25,16 @@ class TensorRTBackend:
     flavour: Flavour
     target: Target
     toolchain: dict[str, str]
+    layout: Layout = Layout.LINEAR
     static_cache: bool = field(default=True, init=False)
     program_device: str = field(default="cpu", init=False)
 
     @staticmethod
-    def for_targets(flavour: Flavour, capabilities: tuple[str, ...]) -> TensorRTBackend:
+    def for_targets(flavour: Flavour, capabilities: tuple[str, ...], layout: Layout = Layout.LINEAR) -> TensorRTBackend:
         """BackendUnavailable where this host cannot build; FieldOutOfRange for a target the flavour does not know."""
         require_buildable(flavour, capabilities)
         target = Target(device="cuda", isa=(), compute_capabilities=capabilities)
-        return TensorRTBackend(flavour, target, build_toolchain(flavour))
+        return TensorRTBackend(flavour, target, build_toolchain(flavour), layout)
 
     @property
     def name(self) -> str:
@@ -41,10 +44,12 @@ class TensorRTBackend:
         return decompose(lower_to_linear(exported))
 
     def place_caches(self, linear: DecoderProgram, report: ProofReport) -> DecoderProgram:
-        return linear
+        """The linear program as it is, or over a paged pool, which holds K and V of a layer."""
+        return linear if linear.cache.layout is Layout.LINEAR else page_caches(linear, report.proven_nodes)
 
     def alias_of(self, cache: str) -> AliasedBinding:
-        return AliasedBinding(cache, updated_name(cache))
+        held = cache if self.layout is Layout.LINEAR else pool_name(layer_of(cache))
+        return AliasedBinding(held, updated_name(held))
 
     def build(self, program: DecoderProgram, report: ProofReport, directory: Path, progress: Progress) -> BuiltEngine:
         return build_engine(program, report, self.target, self.toolchain, directory, progress)

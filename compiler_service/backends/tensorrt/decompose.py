@@ -13,6 +13,7 @@ from compiler_service.backends.tensorrt.host import decompositions, without_gpu
 from compiler_service.export.program import DecoderProgram
 from compiler_service.lowering import spec
 from compiler_service.lowering.passes.canonical_order import canonical_order
+from compiler_service.lowering.passes.take_sizes_from_tokens import take_sizes_from_tokens
 from compiler_service.lowering.rewrite import rebuild
 
 
@@ -20,7 +21,7 @@ def decompose(linear: DecoderProgram) -> DecoderProgram:
     """The same step. Its writes are to be proven again: decomposing renames and rewrites everything."""
     with without_gpu():
         program = linear.program.run_decompositions(decompositions())
-    direct = canonical_order(_without_copies(replace(linear, program=program)))
+    direct = canonical_order(take_sizes_from_tokens(_without_copies(replace(linear, program=program))))
     spec.check(direct, decompose.__name__, (spec.nothing_mutates, spec.only_caches_change, spec.everything_is_read))
     return direct
 

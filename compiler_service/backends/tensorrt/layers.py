@@ -70,6 +70,10 @@ class Layers:
         shape = self.output(self.network.add_shape(value), "shape")
         return self.output(self.network.add_slice(shape, (axis,), (1,), (1,)), "size")
 
+    def gather(self, value: ITensor, rows: ITensor) -> ITensor:
+        """Slices of axis 0 by number; the shape of `rows` takes the place of that axis."""
+        return self.output(self.network.add_gather(value, rows, 0), "gather")
+
     def concat(self, parts: Sequence[ITensor]) -> ITensor:
         return self.output(self.network.add_concatenation(list(parts)), "concat")
 

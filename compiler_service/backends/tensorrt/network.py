@@ -23,10 +23,23 @@ from torch_tensorrt.dynamo.conversion.converter_utils import get_node_name
 
 from compiler_service.backends.tensorrt.attention import Masks, attend
 from compiler_service.backends.tensorrt.layers import ITensor, Layers
+from compiler_service.backends.tensorrt.pages import gather_pages, write_packed
 from compiler_service.export.program import DecoderProgram
 from compiler_service.proof.algebra import ONE
 from compiler_service.proof.certificate import ProofReport, WriteProof
-from shared.bindings import INPUT_IDS, LOGITS, WRITE_START, AliasedBinding, BindingSpec, Role, updated_name
+from shared.bindings import (
+    BLOCK_TABLE,
+    INPUT_IDS,
+    LOGITS,
+    PACKED_ENDS,
+    PACKED_OFFSETS,
+    PACKED_ORDER,
+    WRITE_START,
+    AliasedBinding,
+    BindingSpec,
+    Role,
+    updated_name,
+)
 from shared.errors import UnsupportedModel, WriteNotProven
 
 _DTYPES = {
@@ -35,6 +48,9 @@ _DTYPES = {
     torch.bfloat16: trt.bfloat16,
     torch.int32: trt.int32,
 }
+
+
+Shape = tuple[int | None, ...]
 
 
 @dataclass(slots=True)
@@ -85,16 +101,23 @@ class _Converter(fx.Interpreter):
         spec, value = self._specs[self._node.name], self._node.meta["val"]
         if spec.kind is InputKind.USER_INPUT:
             name = self._program.inputs[self._node.name]
-            return self._input(name, Role.CACHE if "_cache." in name else Role.INPUT, value)
+            if name.startswith("kv_pool."):
+                _, _, heads, page_size, head_dim = value.shape
+                return self._input(name, Role.CACHE, value.dtype, (None, heads, page_size, head_dim))
+            if name == BLOCK_TABLE:
+                return self._input(name, Role.INPUT, value.dtype, (None, self._program.cache.max_pages))
+            return self._input(name, Role.CACHE if "_cache." in name else Role.INPUT, value.dtype, _shape(value))
         assert spec.target is not None
         if spec.kind is InputKind.PARAMETER:
-            return self._input(self._program.weights[spec.target], Role.WEIGHT, value)
+            return self._input(self._program.weights[spec.target], Role.WEIGHT, value.dtype, _shape(value))
         constants = self._program.constants if spec.kind is InputKind.BUFFER else self._program.program.constants
         return constants[spec.target]
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is torch.ops.quire.attend.default:
             return self._attend(*args)
+        if target is torch.ops.quire.paged_attend.default:
+            return self._paged_attend(*args)
         if self._node.name in self._writes:
             return self._write(self._writes[self._node.name])
         if written := self._cache_of(self._node):
@@ -112,19 +135,21 @@ class _Converter(fx.Interpreter):
             if spec.kind is OutputKind.USER_INPUT_MUTATION:
                 assert spec.target is not None
                 cache = self._program.inputs[spec.target]
-                self._output(updated_name(cache), Role.CACHE, tensor)
-                self._network.aliases.append(AliasedBinding(input=cache, output=updated_name(cache)))
+                self._updated(cache, tensor)
             else:
                 self._output(LOGITS, Role.OUTPUT, tensor)
 
-    def _input(self, name: str, role: Role, value: torch.Tensor) -> ITensor:
+    def _input(self, name: str, role: Role, dtype: torch.dtype, shape: Shape) -> ITensor:
         """Tied weights are one input."""
         if name not in self._inputs:
-            shape = tuple(size if isinstance(size, int) else None for size in value.shape)
             dims = tuple(-1 if size is None else size for size in shape)
-            self._inputs[name] = self._network.definition.add_input(name, _DTYPES[value.dtype], dims)
-            self._network.bindings.append(BindingSpec(name, role, str(value.dtype).removeprefix("torch."), shape))
+            self._inputs[name] = self._network.definition.add_input(name, _DTYPES[dtype], dims)
+            self._network.bindings.append(BindingSpec(name, role, str(dtype).removeprefix("torch."), shape))
         return self._inputs[name]
+
+    def _updated(self, cache: str, tensor: ITensor) -> None:
+        self._output(updated_name(cache), Role.CACHE, tensor)
+        self._network.aliases.append(AliasedBinding(input=cache, output=updated_name(cache)))
 
     def _output(self, name: str, role: Role, tensor: ITensor) -> None:
         tensor.name = name
@@ -160,12 +185,29 @@ class _Converter(fx.Interpreter):
         node = self._node
         if start is not self._inputs[WRITE_START]:
             raise WriteNotProven(f"{node} masks by {node.args[3]}; the engine's starts are {WRITE_START}")
-        if self._masks is None:
-            layers = Layers(self._network.definition, self._network.kept, "mask")
-            self._masks = Masks(layers, self._inputs[INPUT_IDS], start, self._program.cache.max_len)
         query, keys = node.all_input_nodes[:2]
         heads = (query.meta["val"].shape[1], keys.meta["val"].shape[1])
-        return attend(self._layers(), self._masks, q, k, v, heads, scale, *rest)
+        return attend(self._layers(), self._masks_over(self._program.cache.max_len), q, k, v, heads, scale, *rest)
+
+    def _paged_attend(
+        self, q: Any, k: Any, v: Any, pool: Any, table: Any, start: Any, page_dim: int, scale: float, *rest: Any
+    ) -> ITensor:
+        """page_caches.py took the proven writes into this op. They go into the pool as packed rows; attention reads it back by
+        the block table, all pages a row can have."""
+        layers, cache = self._layers(), self._program.cache
+        assert start is self._inputs[WRITE_START]
+        packed = [self._input(name, Role.INPUT, torch.int32, (None,)) for name in (PACKED_ORDER, PACKED_ENDS, PACKED_OFFSETS)]
+        written = write_packed(layers, pool, k, v, *packed)
+        self._updated(next(name for name, tensor in self._inputs.items() if tensor is pool), written)
+        keys, values = gather_pages(layers, written, table, cache.max_pages)
+        heads = (self._node.all_input_nodes[0].meta["val"].shape[1], pool.shape[1])
+        return attend(layers, self._masks_over(cache.max_pages * cache.page_size), q, keys, values, heads, scale, *rest)
+
+    def _masks_over(self, num_cells: int) -> Masks:
+        if self._masks is None:
+            layers = Layers(self._network.definition, self._network.kept, "mask")
+            self._masks = Masks(layers, self._inputs[INPUT_IDS], self._inputs[WRITE_START], num_cells)
+        return self._masks
 
     def _layers(self) -> Layers:
         return Layers(self._network.definition, self._network.kept, self._node.name)
@@ -176,3 +218,7 @@ class _Converter(fx.Interpreter):
         if isinstance(first, fx.Node) and "_cache." in self._program.inputs.get(first.name, ""):
             return None if node.target is torch.ops.aten.sym_size.int else self._program.inputs[first.name]
         return None
+
+
+def _shape(value: torch.Tensor) -> Shape:
+    return tuple(size if isinstance(size, int) else None for size in value.shape)

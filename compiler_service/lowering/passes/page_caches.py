@@ -144,8 +144,8 @@ def _rewrite(graph: fx.Graph, layer: _CachedAttention, pool: fx.Node, block_tabl
 
 def _transposed(graph: fx.Graph, rows: object) -> fx.Node:
     assert isinstance(rows, fx.Node)
-    node = graph.call_function(torch.ops.aten.transpose.int, (rows, 1, 2))
-    node.meta["val"] = rows.meta["val"].transpose(1, 2)
+    node = graph.call_function(torch.ops.aten.permute.default, (rows, [0, 2, 1, 3]))
+    node.meta["val"] = rows.meta["val"].permute(0, 2, 1, 3)
     return node
 
 

@@ -1,28 +1,42 @@
-"""A TensorRT engine behind the Engine protocol: slots of a linear pool as its rows."""
+"""A TensorRT engine behind the Engine protocol: slots of a linear pool as its rows, or pages of a paged one."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from runtime_service.engine.bindings import check_inputs, check_pool
 from runtime_service.engine.engine import EngineInputs
 from runtime_service.engine.tensorrt.launch import Launch, Launcher
 from runtime_service.engine.tensorrt.library import load_library
+from runtime_service.engine.tensorrt.packed import pack_write
 from runtime_service.engine.tensorrt.read_back import check_plan
 from runtime_service.engine.tensorrt.slots import slot_runs
 from runtime_service.engine.weights import ModelWeights
 from runtime_service.kv.pool import KVPool
-from shared.bindings import INPUT_IDS, LAST_INDEX, POSITION_IDS, WRITE_START
+from shared.bindings import (
+    BLOCK_TABLE,
+    INPUT_IDS,
+    LAST_INDEX,
+    PACKED_ENDS,
+    PACKED_OFFSETS,
+    PACKED_ORDER,
+    POSITION_IDS,
+    WRITE_START,
+)
 from shared.errors import EngineIncompatible, InternalError
 from shared.kv_spec import Layout
 from shared.manifest import EngineManifest
 from shared.profiles import Phase
+
+_Step = tuple[Launch, list[int], dict[str, Tensor]]
+"""A launch, the rows of the batch it serves, and its inputs."""
 
 
 def load_plan(manifest: EngineManifest, plan: Path, weights: Mapping[str, Tensor]) -> Launcher:
@@ -68,21 +82,32 @@ class TensorRTEngine:
             check_pool(pool, self.manifest)
             self._checked_pool = weakref.ref(pool)
         check_inputs(inputs, self.manifest, pool.num_pages)
-        profiles = self.manifest.profiles
-        max_rows = profiles[inputs.profile].batch.max
+        capture = self._graphs and inputs.profile == Phase.DECODE
         logits = torch.zeros(inputs.batch, self.manifest.model.vocab_size)
-        for run in slot_runs(inputs.block_table[:, 0].tolist(), max_rows):
-            rows = list(run.rows)
-            launch = Launch(profiles.index(inputs.profile), len(rows), inputs.query_len, run.first_slot)
-            tokens = {
-                INPUT_IDS: inputs.input_ids[rows],
-                POSITION_IDS: inputs.position_ids[rows],
-                WRITE_START: inputs.write_start[rows],
-                LAST_INDEX: inputs.last_index[rows],
-            }
-            capture = self._graphs and inputs.profile == Phase.DECODE
+        launches = self._over_slots if pool.spec.layout is Layout.LINEAR else self._over_pages
+        for launch, rows, tokens in launches(inputs, pool):
             logits[rows] = self._launcher.run(launch, tokens, pool, capture=capture).cpu()
         return logits
+
+    def _over_slots(self, inputs: EngineInputs, pool: KVPool) -> Iterator[_Step]:
+        """A launch for each run of neighbouring slots."""
+        profile = self.manifest.profiles.index(inputs.profile)
+        max_rows = self.manifest.profiles[inputs.profile].batch.max
+        for run in slot_runs(inputs.block_table[:, 0].tolist(), max_rows):
+            rows = list(run.rows)
+            yield Launch(profile, len(rows), inputs.query_len, first_slot=run.first_slot), rows, _tokens(inputs, rows)
+
+    def _over_pages(self, inputs: EngineInputs, pool: KVPool) -> Iterator[_Step]:
+        """One launch, unless every row is padding."""
+        spec = pool.spec
+        write = pack_write(inputs.block_table, inputs.write_start, inputs.query_len, spec.page_size, pool.num_pages)
+        if write.order.numel():
+            rows = list(range(inputs.batch))
+            table = pad(inputs.block_table, (0, spec.max_pages - inputs.block_table.shape[1]))
+            packed = {PACKED_ORDER: write.order, PACKED_ENDS: write.ends, PACKED_OFFSETS: write.offsets}
+            profile = self.manifest.profiles.index(inputs.profile)
+            launch = Launch(profile, inputs.batch, inputs.query_len, num_packed=write.order.numel())
+            yield launch, rows, {**_tokens(inputs, rows), BLOCK_TABLE: table, **packed}
 
     def close(self) -> None:
         """Let go of the plan, the weights and the artifacts. Idempotent."""
@@ -95,12 +120,17 @@ class TensorRTEngine:
 def _check_manifest(manifest: EngineManifest) -> None:
     """What this engine's way of binding slots as rows asks for."""
     smallest = max(profile.batch.min for profile in manifest.profiles.profiles)
-    for field, expected, got in (
-        ("cache.layout", Layout.LINEAR.value, manifest.cache.layout.value),
-        ("profiles", "batches from 1", f"batches from {smallest}"),
-    ):
-        if expected != got:
-            raise EngineIncompatible(
-                f"{field}: a TensorRT engine here needs {expected}, the manifest states {got}",
-                details={"field": field, "expected": expected, "got": got},
-            )
+    if smallest > 1:
+        raise EngineIncompatible(
+            f"profiles: a TensorRT engine here needs batches from 1, the manifest states batches from {smallest}",
+            details={"field": "profiles", "expected": "batches from 1", "got": f"batches from {smallest}"},
+        )
+
+
+def _tokens(inputs: EngineInputs, rows: list[int]) -> dict[str, Tensor]:
+    return {
+        INPUT_IDS: inputs.input_ids[rows],
+        POSITION_IDS: inputs.position_ids[rows],
+        WRITE_START: inputs.write_start[rows],
+        LAST_INDEX: inputs.last_index[rows],
+    }

@@ -15,8 +15,22 @@ import torch
 from torch import Tensor
 
 from runtime_service.kv.pool import K, KVPool, V
-from shared.bindings import INPUT_IDS, LAST_INDEX, LOGITS, POSITION_IDS, WRITE_START, Role, cache_name
+from shared.bindings import (
+    BLOCK_TABLE,
+    INPUT_IDS,
+    LAST_INDEX,
+    LOGITS,
+    PACKED_ENDS,
+    PACKED_OFFSETS,
+    PACKED_ORDER,
+    POSITION_IDS,
+    WRITE_START,
+    Role,
+    cache_name,
+    pool_name,
+)
 from shared.errors import EngineIncompatible, InternalError
+from shared.kv_spec import Layout
 from shared.manifest import EngineManifest
 
 MAX_GRAPHS = 32
@@ -29,12 +43,14 @@ _PER_ROW = (WRITE_START, LAST_INDEX)
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What decides addresses and shapes: `rows` rows of `query_len` tokens from `first_slot` on, under profile `profile`."""
+    """What decides addresses and shapes: `rows` rows of `query_len` tokens under profile `profile`, in the linear layout from
+    `first_slot` on, in the paged one with `num_packed` rows to write."""
 
     profile: int
     rows: int
     query_len: int
-    first_slot: int
+    first_slot: int = 0
+    num_packed: int = 0
 
 
 @dataclass(slots=True)
@@ -51,12 +67,15 @@ class Launcher:
 
     def __init__(self, trt: Any, plan: Any, manifest: EngineManifest, weights: Mapping[str, Tensor]) -> None:
         self._trt, self._plan, self._manifest, self._weights = trt, plan, manifest, weights
+        self._is_paged = manifest.cache.layout is Layout.PAGED
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it so
         largest = max(p.batch.max * p.query_len.max for p in manifest.profiles.profiles)
         rows = manifest.profiles.max_batch
         self._tokens = tuple(name for name in _TOKENS if name != POSITION_IDS or manifest.takes_positions)
         sizes = {**dict.fromkeys(self._tokens, largest), **dict.fromkeys(_PER_ROW, rows)}
-        self._inputs = {name: torch.zeros(size, dtype=torch.int32, device="cuda") for name, size in sizes.items()}
+        if self._is_paged:
+            sizes |= {BLOCK_TABLE: rows * manifest.cache.max_pages, PACKED_ORDER: 2 * largest}
+        self._inputs = {name: _buffer(size) for name, size in sizes.items()}
         self._logits = torch.empty(rows, manifest.model.vocab_size, dtype=torch.float32, device="cuda")
         self._scratch = torch.empty(max(1, plan.device_memory_size_v2), dtype=torch.uint8, device="cuda")
         self._aliases = {alias.input: alias.output for alias in manifest.aliases}
@@ -64,16 +83,17 @@ class Launcher:
         self._graphs: OrderedDict[Launch, _Captured] = OrderedDict()
         self._pool: KVPool | None = None
         self._check_weights()
-        self._check_rows()
+        if not self._is_paged:
+            self._check_rows()
 
     def run(self, launch: Launch, tokens: Mapping[str, Tensor], pool: KVPool, *, capture: bool) -> Tensor:
-        """Logits `[rows, vocab]` on the device, overwritten by the next run. `tokens` are the four int32 inputs, on the host.
+        """Logits `[rows, vocab]` on the device, overwritten by the next run. `tokens` are the int32 inputs, on the host.
 
-        With `capture` the launch is recorded when first seen and replayed from then on.
+        With `capture` the launch is recorded when first seen and replayed from then on. EngineIncompatible for a pool with more
+        pages than the plan takes.
         """
         if pool is not self._pool:
-            self._graphs.clear()
-            self._pool = pool
+            self._take(pool)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for name, buffer in self._inputs.items():
@@ -96,6 +116,19 @@ class Launcher:
         self._graphs.clear()
         self._contexts.clear()
         self._pool = None
+
+    def _take(self, pool: KVPool) -> None:
+        self._graphs.clear()
+        if self._is_paged:
+            most = self._plan.get_tensor_profile_shape(pool_name(0), 0)[2][0] // 2
+            if pool.num_pages > most:
+                raise EngineIncompatible(
+                    f"the pool has {pool.num_pages} pages, the plan takes at most {most}; use fewer pages, or larger ones",
+                    details={"field": "num_pages", "expected": f"at most {most}", "got": str(pool.num_pages)},
+                )
+            rows = 2 * pool.num_pages
+            self._inputs |= {PACKED_ENDS: _buffer(rows + 1), PACKED_OFFSETS: _buffer(rows)}
+        self._pool = pool
 
     def _captured(self, launch: Launch, pool: KVPool) -> _Captured:
         """Recording a launch runs it once before: kernels are compiled on their first use, which no graph may contain. The
@@ -123,8 +156,6 @@ class Launcher:
         self._done(context.set_optimization_profile_async(profile, self._stream.cuda_stream), f"profile {profile}")
         for name, weight in self._weights.items():
             context.set_tensor_address(name, weight.data_ptr())
-        for name, buffer in self._inputs.items():
-            context.set_tensor_address(name, buffer.data_ptr())
         context.set_tensor_address(LOGITS, self._logits.data_ptr())
         return context
 
@@ -133,12 +164,33 @@ class Launcher:
             self._done(context.set_input_shape(name, (launch.rows, launch.query_len)), name)
         for name in _PER_ROW:
             self._done(context.set_input_shape(name, (launch.rows,)), name)
+        for name, buffer in self._inputs.items():
+            context.set_tensor_address(name, buffer.data_ptr())
+        if self._is_paged:
+            self._bind_pages(context, launch, pool)
+        else:
+            self._bind_slots(context, launch, pool)
+
+    def _bind_pages(self, context: Any, launch: Launch, pool: KVPool) -> None:
+        rows = 2 * pool.num_pages
+        shapes: dict[str, tuple[int, ...]] = {BLOCK_TABLE: (launch.rows, pool.spec.max_pages), PACKED_ORDER: (launch.num_packed,)}
+        shapes |= {PACKED_ENDS: (rows + 1,), PACKED_OFFSETS: (rows,)}
+        for name, shape in shapes.items():
+            self._done(context.set_input_shape(name, shape), name)
+        for layer, tensor in enumerate(pool.tensors):
+            self._bind_cache(context, pool_name(layer), tensor.flatten(0, 1))
+
+    def _bind_slots(self, context: Any, launch: Launch, pool: KVPool) -> None:
         for layer, tensor in enumerate(pool.tensors):
             for kind, half in (("k", K), ("v", V)):
-                name, rows = cache_name(layer, kind), tensor[half, launch.first_slot : launch.first_slot + launch.rows]
-                self._done(context.set_input_shape(name, tuple(rows.shape)), name)
-                self._done(context.set_tensor_address(name, rows.data_ptr()), name)
-                self._done(context.set_tensor_address(self._aliases[name], rows.data_ptr()), self._aliases[name])
+                rows = tensor[half, launch.first_slot : launch.first_slot + launch.rows]
+                self._bind_cache(context, cache_name(layer, kind), rows)
+
+    def _bind_cache(self, context: Any, name: str, rows: Tensor) -> None:
+        """Input and output at one address."""
+        self._done(context.set_input_shape(name, tuple(rows.shape)), name)
+        self._done(context.set_tensor_address(name, rows.data_ptr()), name)
+        self._done(context.set_tensor_address(self._aliases[name], rows.data_ptr()), self._aliases[name])
 
     def _execute(self, context: Any) -> None:
         self._done(context.execute_async_v3(self._stream.cuda_stream), "the launch")
@@ -169,3 +221,7 @@ class Launcher:
                     f"compile with another max_len",
                     details={"field": "cache.max_len", "expected": f"a multiple of {_ALIGNMENT} bytes a slot", "got": str(row)},
                 )
+
+
+def _buffer(size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.int32, device="cuda")
