@@ -26,7 +26,7 @@ $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -U pip
 	$(BIN)/pip install -q --disable-pip-version-check torch==2.14.1
-	$(BIN)/pip install -q --disable-pip-version-check -e '.[compiler,tensorrt-rtx,redis,s3,signing,dev]'
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[compiler,tensorrt-rtx,redis,s3,signing,otel,dev]'
 	touch $@
 
 setup: $(VENV)/.installed ## the virtual environment with everything development needs

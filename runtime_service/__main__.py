@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 
 import structlog
 
@@ -35,6 +36,7 @@ from shared.pb.quire.v1 import control_pb2_grpc, inference_pb2_grpc
 from shared.rpc.server import Server, stop_signals
 from shared.telemetry.log import configure_logging
 from shared.telemetry.metrics import ServiceMetrics
+from shared.telemetry.trace import Tracer, open_tracer, untraced
 
 SERVICES = ("quire.v1.Inference", "quire.v1.Control")
 TOKENISING_THREADS = 2
@@ -45,7 +47,7 @@ LAST_WORDS_S = 5.0
 class Runtime:
     """The serving loop and the gRPC server in front of it. `async with` starts and ends both; `address` is where it serves."""
 
-    def __init__(self, settings: RuntimeSettings, store: ArtifactStore, loader: Loader) -> None:
+    def __init__(self, settings: RuntimeSettings, store: ArtifactStore, loader: Loader, tracer: Tracer = untraced) -> None:
         self._settings = settings
         self._tokenising = ThreadPoolExecutor(TOKENISING_THREADS, thread_name_prefix="tokenise")
         self.loop = ServingLoop(settings.max_waiting_requests)
@@ -54,7 +56,7 @@ class Runtime:
         metrics.registry.register(RuntimeCollector(metrics.prefix, self.loop, self.engines.all))
         self.metrics = settings.metrics_endpoint(metrics.registry)
         self.server = Server(settings.server_options, SERVICES, settings.interceptors, metrics.note_call)
-        inference = InferenceServicer(self.loop, self.engines, settings)
+        inference = InferenceServicer(self.loop, self.engines, settings, tracer)
         control = ControlServicer(self.loop, self.engines, settings)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, self.server.grpc)
         control_pb2_grpc.add_ControlServicer_to_server(control, self.server.grpc)
@@ -96,8 +98,10 @@ class Runtime:
 
 async def serve(settings: RuntimeSettings) -> None:
     store = open_store(settings.store_location, trusted_keys=settings.trusted_keys)
-    runtime = Runtime(settings, store, EngineLoader())
-    async with stop_signals() as stopped, runtime:
+    async with AsyncExitStack() as running:
+        tracer = running.enter_context(open_tracer("runtime", settings.otlp_endpoint))
+        stopped = await running.enter_async_context(stop_signals())
+        runtime = await running.enter_async_context(Runtime(settings, store, EngineLoader(), tracer))
         stopping, started = asyncio.create_task(stopped.wait()), asyncio.create_task(runtime.started())
         await asyncio.wait([stopping, started], return_when=asyncio.FIRST_COMPLETED)
         if not stopping.done():

@@ -38,6 +38,8 @@ class ServiceSettings(BaseSettings):
     metrics_address: str | None = None
     """ip:port that serves Prometheus metrics over HTTP. Figures alone, in plaintext; beyond this machine only where the service
     itself may be reached from there: with TLS, or with plaintext allowed."""
+    otlp_endpoint: str | None = None
+    """http://host:port of an OpenTelemetry collector (OTLP over gRPC) that gets spans. Needs the extra `otel`."""
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None

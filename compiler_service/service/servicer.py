@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import grpc
 
+from compiler_service.metrics import CompilerMetrics
 from compiler_service.service import artifacts, convert
 from compiler_service.service.explain import Explainer
 from compiler_service.service.flight import flight_digest
@@ -20,6 +22,7 @@ from shared.jobs.job import JobLimits, JobState
 from shared.jobs.queue import JobQueue, Submission
 from shared.pb.quire.v1 import compiler_pb2 as pb
 from shared.pb.quire.v1 import compiler_pb2_grpc
+from shared.telemetry.trace import traceparent_of
 
 DEFAULT_PAGE = 50
 
@@ -28,29 +31,39 @@ class CompilerServicer(compiler_pb2_grpc.CompilerServicer):
     """`builder` is the digest of what builds here (flight.py); `model_roots` confine every source."""
 
     def __init__(
-        self, queue: JobQueue, store: ArtifactStore, explainer: Explainer, model_roots: Sequence[Path], builder: str
+        self,
+        queue: JobQueue,
+        store: ArtifactStore,
+        explainer: Explainer,
+        model_roots: Sequence[Path],
+        builder: str,
+        metrics: CompilerMetrics,
     ) -> None:
         self._queue, self._store, self._explainer = queue, store, explainer
         self._model_roots, self._builder = tuple(model_roots), builder
+        self._metrics = metrics
 
     async def CreateCompileJob(
         self, request: pb.CreateCompileJobRequest, context: grpc.aio.ServicerContext
     ) -> pb.CreateCompileJobResponse:
         request_id = check_name(request.request_id, field="request_id")
-        submission = await self._submit(request_id, convert.spec_from(request.spec), convert.limits_from(request.limits))
+        spec, limits = convert.spec_from(request.spec), convert.limits_from(request.limits)
+        submission = await self._submit(request_id, spec, limits, traceparent_of(context.invocation_metadata()))
         return pb.CreateCompileJobResponse(job=convert.job_message(submission.job), created=submission.created)
 
-    async def _submit(self, request_id: str, spec: CompileSpec, limits: JobLimits) -> Submission:
+    async def _submit(self, request_id: str, spec: CompileSpec, limits: JobLimits, traceparent: str) -> Submission:
         digest = await asyncio.to_thread(flight_digest, spec, self._model_roots, self._builder)
         encoded = encode_spec(spec)
-        submission = await self._queue.submit(request_id=request_id, spec=encoded, spec_digest=digest, limits=limits)
-        finished = submission.job.artifact_id
-        if submission.created or not finished or await asyncio.to_thread(self._store.contains, finished):
-            return submission
-        # It had been built, and its artifact has been deleted since.
-        return await self._queue.submit(
-            request_id=request_id, spec=encoded, spec_digest=digest, limits=limits, reuse_finished=False
+        submit = partial(
+            self._queue.submit, request_id=request_id, spec=encoded, spec_digest=digest, limits=limits, traceparent=traceparent
         )
+        submission = await submit()
+        finished = submission.job.artifact_id
+        if not submission.created and finished and not await asyncio.to_thread(self._store.contains, finished):
+            submission = await submit(reuse_finished=False)  # it had been built, and its artifact has been deleted since
+        if not submission.created:
+            self._metrics.note_joined()
+        return submission
 
     async def GetCompileJob(self, request: pb.GetCompileJobRequest, context: grpc.aio.ServicerContext) -> pb.GetCompileJobResponse:
         return pb.GetCompileJobResponse(job=convert.job_message(await self._queue.get(_job_id(request.job_id))))
@@ -82,7 +95,8 @@ class CompilerServicer(compiler_pb2_grpc.CompilerServicer):
         job = await self._queue.get(_job_id(request.job_id))
         if not job.state.is_terminal or job.state is JobState.SUCCEEDED:
             raise JobStateConflict(f"only a job that ended without an artifact can be retried; {job.job_id} is {job.state}")
-        submission = await self._submit(request_id, decode_spec(job.spec), job.limits)
+        traceparent = traceparent_of(context.invocation_metadata())
+        submission = await self._submit(request_id, decode_spec(job.spec), job.limits, traceparent)
         return pb.RetryCompileJobResponse(job=convert.job_message(submission.job))
 
     async def ExplainModel(self, request: pb.ExplainModelRequest, context: grpc.aio.ServicerContext) -> pb.ExplainModelResponse:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -23,10 +24,12 @@ from compiler_service.worker.attempt import (
 )
 from compiler_service.worker.build_process import BuildProcess, Launcher
 from compiler_service.worker.protocol import AskToPublish, Failed, Progress, Request, Verb
+from compiler_service.worker.record import AttemptObserver, AttemptRecord
 from shared.artifacts.locate import StoreLocation
 from shared.errors import Cancelled, InternalError, JobStateConflict, StoreUnavailable
-from shared.jobs.job import Claim, HeartbeatAnswer, JobLimits, Outcome
+from shared.jobs.job import Claim, HeartbeatAnswer, Job, JobLimits, Outcome
 from shared.jobs.queue import JobQueue
+from shared.telemetry.trace import StageClock
 
 CLAIM_WAIT_S = 0.2
 """Longest wait of an idle worker for a job: so long it may take to stop."""
@@ -58,7 +61,7 @@ class _Monitor:
 
     def __init__(self, limits: JobLimits) -> None:
         self._limits = limits
-        self.stage = ""
+        self.stages = StageClock()
         self.rss_bytes = 0
         self.peak_bytes = 0
 
@@ -75,8 +78,9 @@ class _Monitor:
 class Worker:
     """One build at a time. `run()` until `stop()`; several workers may share a queue."""
 
-    def __init__(self, queue: JobQueue, name: str, launcher: Launcher, paths: BuildPaths) -> None:
+    def __init__(self, queue: JobQueue, name: str, launcher: Launcher, paths: BuildPaths, on_attempt: AttemptObserver) -> None:
         self._queue, self._name, self._launcher, self._paths = queue, name, launcher, paths
+        self._on_attempt = on_attempt
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
@@ -96,22 +100,24 @@ class Worker:
                     await self._run_job(claim)
 
     async def _run_job(self, claim: Claim) -> None:
-        job = claim.job
+        job, begun_s = claim.job, time.monotonic()
+        monitor = _Monitor(job.limits)
         _log.info("build started", worker=self._name)
         request = self._paths.request(Verb.BUILD, job.spec.decode())
         try:
             async with self._launcher.process(request, f"{job.job_id}-{job.fence}") as process:
-                result = await self._attempt(claim, process)
+                result = await self._attempt(claim, process, monitor)
                 if not isinstance(result, Crashed | Failed):
                     process.drop_log()
         except OSError as error:
             result = Crashed(f"no build process could be started: {error}")
         # Only now: when a job is seen to end, nothing of its build runs any more.
-        await self._report(claim, result)
+        stages = monitor.stages.end()
+        now = await self._report(claim, result)
+        self._on_attempt(AttemptRecord(job, now, self._name, begun_s, time.monotonic(), stages))
 
-    async def _attempt(self, claim: Claim, process: BuildProcess) -> Result:
+    async def _attempt(self, claim: Claim, process: BuildProcess, monitor: _Monitor) -> Result:
         """Whatever comes first: the process's own end, or a reason to end it."""
-        monitor = _Monitor(claim.job.limits)
         tasks = [
             asyncio.create_task(self._relay(claim, process, monitor)),
             asyncio.create_task(self._beat(claim)),
@@ -131,7 +137,7 @@ class Worker:
         try:
             async for message in process.messages():
                 if isinstance(message, Progress):
-                    monitor.stage = message.stage
+                    monitor.stages.enter(message.stage)
                     await self._record(claim, message, monitor.rss_bytes)
                 elif isinstance(message, AskToPublish):
                     await self._insist(claim, lambda: self._queue.begin_publish(claim.token))
@@ -145,7 +151,8 @@ class Worker:
         except InternalError as error:
             return Crashed(error.message)
         how = await process.how_it_ended()
-        return Crashed(f"in stage {monitor.stage or 'none'}, holding up to {monitor.peak_bytes >> 20} MiB, the build process {how}")
+        stage, peak = monitor.stages.stage or "none", monitor.peak_bytes >> 20
+        return Crashed(f"in stage {stage}, holding up to {peak} MiB, the build process {how}")
 
     async def _record(self, claim: Claim, message: Progress, rss_bytes: int) -> None:
         try:
@@ -182,20 +189,22 @@ class Worker:
         await self._stopping.wait()
         return WorkerStopping()
 
-    async def _report(self, claim: Claim, result: Result) -> None:
+    async def _report(self, claim: Claim, result: Result) -> Job | None:
+        """The job after that; None where the queue did not take the result."""
         verdict = settle(result, claim.job.limits)
         _log.info("build ended", worker=self._name, verdict=repr(verdict))
         try:
             match verdict:
                 case Outcome():
-                    await self._insist(claim, lambda: self._queue.finish(claim.token, verdict))
+                    return await self._insist(claim, lambda: self._queue.finish(claim.token, verdict))
                 case Retry(error=error):
-                    await self._insist(claim, lambda: self._queue.fail_attempt(claim.token, error))
+                    return await self._insist(claim, lambda: self._queue.fail_attempt(claim.token, error))
                 case GiveBack():
-                    await self._insist(claim, lambda: self._queue.release(claim.token))
+                    return await self._insist(claim, lambda: self._queue.release(claim.token))
         except (JobStateConflict, StoreUnavailable) as error:
             # The job is somebody else's by now, or will be when the lease lapses; what was published stays and is found.
             _log.warning("result not recorded", error=str(error))
+        return None
 
     async def _insist(self, claim: Claim, call: Callable[[], Awaitable[_T]]) -> _T:
         """Repeat a call for as long as the lease lasts while the queue does not answer."""

@@ -7,7 +7,7 @@ COPY shared shared
 COPY compiler_service compiler_service
 RUN python -m venv /opt/quire \
     && /opt/quire/bin/pip install --no-cache-dir torch==2.14.1 \
-    && /opt/quire/bin/pip install --no-cache-dir '.[compiler,redis,s3,signing,tensorrt-rtx]'
+    && /opt/quire/bin/pip install --no-cache-dir '.[compiler,redis,s3,signing,otel,tensorrt-rtx]'
 
 FROM python:3.11-slim-bookworm
 RUN apt-get update \

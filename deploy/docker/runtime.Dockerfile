@@ -9,7 +9,7 @@ COPY runtime_service runtime_service
 # tensorrt-rtx is the engine library alone; ninja builds the CPU kernels below.
 RUN python -m venv /opt/quire \
     && /opt/quire/bin/pip install --no-cache-dir torch==2.14.1 ninja tensorrt-rtx==1.6.1.120 \
-    && /opt/quire/bin/pip install --no-cache-dir '.[s3,signing]'
+    && /opt/quire/bin/pip install --no-cache-dir '.[s3,signing,otel]'
 
 FROM python:3.11-slim-bookworm
 RUN apt-get update \

@@ -14,16 +14,19 @@ from runtime_service.core.request import GenerationRequest
 from runtime_service.loop import ServingLoop
 from runtime_service.service import convert
 from runtime_service.service.engines import Engines, LoadedEngine
+from runtime_service.service.trace import RequestTrace
 from runtime_service.streaming.stream import TokenStream
 from shared.ids import RequestId, check_name, new_id
 from shared.pb.quire.v1 import inference_pb2, inference_pb2_grpc
+from shared.telemetry.trace import Tracer, traceparent_of
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, loop: ServingLoop, engines: Engines, settings: RuntimeSettings) -> None:
+    def __init__(self, loop: ServingLoop, engines: Engines, settings: RuntimeSettings, tracer: Tracer) -> None:
         self._loop = loop
         self._engines = engines
         self._settings = settings
+        self._tracer = tracer
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -32,13 +35,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         generation = await self._convert(request, engine)
         structlog.contextvars.bind_contextvars(request_id=generation.request_id, engine=engine.name)
         stream = TokenStream(stall_after_s=self._settings.stall_after_s)
+        trace, traceparent = RequestTrace(generation), traceparent_of(context.invocation_metadata())
         self._loop.submit(generation, stream)
+
+        def end(_: object) -> None:
+            self._leave(generation.request_id, stream)
+            self._tracer(trace.end(), traceparent)
+
         # grpc.aio abandons the generator of a call that ends while a write is under way; this it always calls.
-        context.add_done_callback(lambda _: self._leave(generation.request_id, stream))
+        context.add_done_callback(end)
         try:
             accepted = inference_pb2.Accepted(request_id=generation.request_id, prompt_tokens=len(generation.prompt_ids))
             yield inference_pb2.GenerateResponse(accepted=accepted)
             async for event in stream:
+                trace.note(event)
                 yield convert.response(event)
         finally:
             self._leave(generation.request_id, stream)

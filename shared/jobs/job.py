@@ -79,6 +79,7 @@ class Job:
     `spec` is the queue's to carry, not to read. `attempt` counts claims that were not given back; `fence` grows with every
     claim, so that a worker that lost its lease can be told from the one that has it. `available_s`: not before this may it be
     claimed. `started_s` is the latest attempt's, `error` the latest failure's. `revision` grows with every stored change.
+    `traceparent` is the trace context of the request that made it, or empty.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -101,6 +102,7 @@ class Job:
     artifact_id: str = ""
     reused: bool = False
     error: JobError | None = None
+    traceparent: str = ""
     last_sequence: int = 0
     revision: int = 0
 

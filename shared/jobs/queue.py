@@ -12,7 +12,7 @@ limits. Of two workers that believe they have a job, only the holder of the newe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,13 +73,21 @@ class JobQueue(Protocol):
     """Every method may raise StoreUnavailable; calls with a token raise JobStateConflict if it is not the job's newest."""
 
     async def submit(
-        self, *, request_id: str, spec: bytes, spec_digest: str, limits: JobLimits, reuse_finished: bool = True
+        self,
+        *,
+        request_id: str,
+        spec: bytes,
+        spec_digest: str,
+        limits: JobLimits,
+        reuse_finished: bool = True,
+        traceparent: str = "",
     ) -> Submission:
         """Accept a job, durably. `spec` is UTF-8, opaque to the queue.
 
         The same `request_id` gives the same job for ever; with another digest it is DuplicateRequest. A job of the same digest
         that waits, runs or has succeeded answers a new request as well (single flight). Whether its artifact still
         exists is for the caller to see, who then submits again with `reuse_finished=False`. QueueFull when too many wait.
+        `traceparent` is kept with a job that is made, for the spans of its attempts.
         """
         ...
 
@@ -140,7 +148,7 @@ class JobQueue(Protocol):
     async def close(self) -> None: ...
 
 
-async def reclaim_forever(queue: JobQueue, every_s: float) -> None:
+async def reclaim_forever(queue: JobQueue, every_s: float, on_report: Callable[[ReclaimReport], None]) -> None:
     """Run `reclaim` every `every_s` seconds until cancelled. Each process that works for a queue runs one."""
     while True:
         try:
@@ -148,6 +156,7 @@ async def reclaim_forever(queue: JobQueue, every_s: float) -> None:
         except StoreUnavailable as error:
             _log.warning("job queue not reclaimed", error=str(error))
         else:
+            on_report(report)
             if report != ReclaimReport():
                 _log.info("job queue reclaimed", lapsed=report.lapsed, expired=report.expired, dead_lettered=report.dead_lettered)
         await asyncio.sleep(every_s)

@@ -84,7 +84,14 @@ class StoredQueue(ABC):
     # The contract (shared/jobs/queue.py)
 
     async def submit(
-        self, *, request_id: str, spec: bytes, spec_digest: str, limits: JobLimits, reuse_finished: bool = True
+        self,
+        *,
+        request_id: str,
+        spec: bytes,
+        spec_digest: str,
+        limits: JobLimits,
+        reuse_finished: bool = True,
+        traceparent: str = "",
     ) -> Submission:
         check_name(request_id, field="request_id")
         check_name(spec_digest, field="spec_digest")
@@ -98,6 +105,7 @@ class StoredQueue(ABC):
             state=JobState.QUEUED,
             created_s=now,
             available_s=now,
+            traceparent=traceparent,
         )
         return await self._insert(lifecycle.submitted(job), reuse_finished=reuse_finished)
 

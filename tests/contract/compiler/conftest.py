@@ -28,6 +28,7 @@ from shared.manifest import SCHEMA_VERSION, FileEntry, ModelManifest, Target, en
 from shared.pb.quire.v1 import common_pb2, compiler_pb2_grpc
 from shared.pb.quire.v1 import compiler_pb2 as pb
 from shared.rpc.status import from_rpc_error
+from shared.telemetry.trace import Tracer, untraced
 from tests.support.tiny_engine import TinyModel, tiny_manifest
 
 FAKE = (sys.executable, "-m", "tests.support.fake_build")
@@ -147,7 +148,7 @@ def start(tmp_path: Path) -> Starter:
     """Starts a service on the test's own data directory; a second start finds what the first left."""
 
     @contextlib.asynccontextmanager
-    async def started(**settings: Any) -> AsyncIterator[Client]:
+    async def started(tracer: Tracer = untraced, **settings: Any) -> AsyncIterator[Client]:
         models = tmp_path / "models"
         models.mkdir(exist_ok=True)
         fields = {"data": tmp_path / "data", "address": "127.0.0.1:0", "model_roots": (models,)} | settings
@@ -155,7 +156,7 @@ def start(tmp_path: Path) -> Starter:
         chosen.data_directory.mkdir(exist_ok=True)
         queue = SQLiteQueue(Path(chosen.queue_location), POLICY)
         async with (
-            Compiler(chosen, queue, Launcher(chosen.build_directory, FAKE)) as compiler,
+            Compiler(chosen, queue, Launcher(chosen.build_directory, FAKE), tracer) as compiler,
             grpc.aio.insecure_channel(compiler.address) as channel,
         ):
             stub = compiler_pb2_grpc.CompilerStub(channel)

@@ -27,6 +27,7 @@ from shared.kv_spec import Layout
 from shared.manifest import SCHEMA_VERSION, FileEntry, ModelManifest, decode_engine_manifest, encode_manifest
 from shared.pb.quire.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from shared.pb.quire.v1 import inference_pb2 as pb
+from shared.telemetry.trace import Tracer, untraced
 from tests.support.tiny_engine import TinyEngine, tiny_tokenizer
 
 MODEL_ID, PAGED_ID, LINEAR_ID = "a" * 64, "b" * 64, "c" * 64
@@ -189,14 +190,16 @@ def finish_of(events, index=0) -> pb.Finished:
 
 
 @contextlib.asynccontextmanager
-async def serve(data: Path, word_size: int = 0, loader: TinyLoader | None = None, **settings) -> AsyncIterator[Served]:
+async def serve(
+    data: Path, word_size: int = 0, loader: TinyLoader | None = None, tracer: Tracer = untraced, **settings
+) -> AsyncIterator[Served]:
     gate = Gate()
     loader = loader or TinyLoader(gate)
     store = LocalStore(data / "artifacts")
     publish_tiny(store, spaced_tokenizer(word_size))
     options = {"data": data, "address": "127.0.0.1:0", "drain_s": 0.0} | settings
     try:
-        async with Runtime(RuntimeSettings(**options), store, loader) as runtime:
+        async with Runtime(RuntimeSettings(**options), store, loader, tracer) as runtime:
             async with grpc.aio.insecure_channel(runtime.address) as channel:
                 yield Served(runtime, gate, loader, channel)
             gate.open()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from compiler_service.worker.build_process import Launcher
+from compiler_service.worker.record import AttemptRecord
 from compiler_service.worker.worker import BuildPaths, Worker
 from shared.artifacts.locate import StoreLocation
 from shared.jobs.job import Job, JobEvent, JobLimits
@@ -30,12 +31,13 @@ class Bench:
     directory: Path
     queue: SQLiteQueue
     workers: list[tuple[Worker, asyncio.Task[None]]] = field(default_factory=list)
+    records: list[AttemptRecord] = field(default_factory=list)
     number: int = 0
 
     def start_worker(self) -> Worker:
         launcher = Launcher(self.directory / "builds", FAKE)
         paths = BuildPaths(StoreLocation("store", "", 0), "digests", ("/models",))
-        worker = Worker(self.queue, f"worker-{len(self.workers)}", launcher, paths)
+        worker = Worker(self.queue, f"worker-{len(self.workers)}", launcher, paths, self.records.append)
         self.workers.append((worker, asyncio.create_task(worker.run())))
         return worker
 
