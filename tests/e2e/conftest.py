@@ -25,7 +25,7 @@ from shared.cli.options import compile_spec
 from shared.cli.session import Output, Session
 from shared.ids import new_id
 from shared.pb.quire.v1 import compiler_pb2, control_pb2, inference_pb2
-from tests.e2e.hf_oracle import Oracle
+from tests.e2e.hf_oracle import Oracle, oracle_of
 
 CACHE = Path(os.environ.get("QUIRE_CACHE", "~/.cache/quire")).expanduser()
 DATA = Path(os.environ.get("QUIRE_E2E_DATA", CACHE / "e2e"))
@@ -165,14 +165,14 @@ def component_of(artifact: compiler_pb2.Artifact) -> Path:
 def smollm2_paged(quire, smollm2_source) -> LoadedEngine:
     artifact = quire.artifact(quire.compile(smollm2_source, profiles=("decode=8x1", "prefill=1x128")).artifact_id)
     quire.load(artifact.artifact_id, "smollm2-paged", num_pages=512)
-    return LoadedEngine("smollm2-paged", artifact, Oracle(component_of(artifact)))
+    return LoadedEngine("smollm2-paged", artifact, oracle_of(component_of(artifact)))
 
 
 @pytest.fixture(scope="session")
 def smollm2_linear(quire, smollm2_source) -> LoadedEngine:
     artifact = quire.artifact(quire.compile(smollm2_source, layout="linear", max_len=512).artifact_id)
     quire.load(artifact.artifact_id, "smollm2-linear", num_pages=10)
-    return LoadedEngine("smollm2-linear", artifact, Oracle(component_of(artifact)))
+    return LoadedEngine("smollm2-linear", artifact, oracle_of(component_of(artifact)))
 
 
 @pytest.fixture(params=["smollm2_paged", "smollm2_linear"], ids=["paged", "linear"])

