@@ -10,7 +10,7 @@ PROTOS := $(wildcard proto/quire/v1/*.proto)
 export GOMP_SPINCOUNT ?= 1000
 export OMP_WAIT_POLICY ?= active
 
-.PHONY: help setup demo test check lint types arch proto manifests bench-cpu bench-tensorrt bench-compaction prove-fuzz compaction-fuzz compaction-soak serve-fuzz
+.PHONY: help setup demo test check lint types arch proto manifests bench-cpu families tensorrt bench-tensorrt bench-compaction prove-fuzz compaction-fuzz compaction-soak serve-fuzz
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-18s %s\n", $$1, $$2}'
@@ -48,7 +48,7 @@ arch: setup
 	$(BIN)/lint-imports
 
 test: check ## everything CI runs
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests --ignore tests/e2e -m "not gpu" -n 2 --dist loadfile --durations 15
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests --ignore tests/e2e -m "not gpu and not long" -n 2 --dist loadfile --durations 15
 	$(BIN)/pytest tests/e2e --durations 10
 
 manifests: setup ## render and validate every Kubernetes overlay, and check the rules
@@ -62,6 +62,12 @@ prove-fuzz: setup ## 100,000 random index programs against brute force
 
 compaction-fuzz: setup ## 20,000 random rounds against the reference, whole pools compared
 	$(BIN)/python -m tests.property.compaction_fuzz --rounds 20000
+
+families: setup ## what becomes of every family of decoders on the way to TensorRT-RTX: the table of compiler_service/README.md
+	$(BIN)/python -m tests.bench.families --markdown
+
+tensorrt: setup ## TensorRT-RTX builds of the sizes that take minutes
+	$(BIN)/pytest tests/unit/compiler_service/backends/tensorrt -m long --timeout 1800
 
 bench-tensorrt: setup ## what TensorRT-RTX builds cost here: SmolLM2, and Llama 3 8B from its config alone
 	$(BIN)/python -m tests.bench.tensorrt_builds

@@ -134,9 +134,10 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {line}"[:160]
 
 
-def table(families: Sequence[str]) -> Iterator[tuple[str, str, Fate]]:
-    """(family, export, fate) as children report them. A child that dies is replaced by one that goes on behind the cause."""
-    pending = [f"{family}:{how}" for family in families for how in EXPORTS]
+def table(items: Sequence[str]) -> Iterator[tuple[str, str, Fate]]:
+    """(family, export, fate) of items such as `llama:stock`, as children report them. A child that dies is replaced by one that goes
+    on behind the cause."""
+    pending = list(items)
     while pending:
         command = [sys.executable, "-m", "tests.bench.families", "--child", *pending]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
@@ -170,7 +171,8 @@ def main() -> int:
             print("\n" + json.dumps(asdict(fate(*item.split(":")))), flush=True)
         return 0
     rows = []
-    for family, how, found in table(options.families or list(FAMILIES)):
+    items = [f"{family}:{how}" for family in options.families or FAMILIES for how in EXPORTS]
+    for family, how, found in table(items):
         rows.append((family, how, found))
         if not options.markdown:
             print(f"{family:18} {how:6} {found}", flush=True)

@@ -16,13 +16,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Gemma3TextConfig, PreTrainedConfig, PreTrainedModel
 
+from compiler_service.ingest.program_caches import find_caches
+from compiler_service.lowering.adopt import adopt_program
+from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout
+from shared.profiles import ProfileSet, parse_profile
 from tests.gpu.attention_plans import write_attention_plans
+from tests.gpu.hazard_plan import write_hazard_plan
 from tests.support.decoder_steps import JUNK, int32, with_weights
 from tests.support.decoders import VOCAB, last_logits, random_model, random_prompt, tiny_config
-from tests.support.tensorrt_engines import Lowered, build, lower, save_weights
+from tests.support.stock_export import export_stock
+from tests.support.tensorrt_engines import Lowered, build, lower, lower_program, save_weights
 
 PREFILL, DECODED, MAX_LEN = 8, 4, 64
-ROWS, STEPS, CHUNK = 8, 200, 16
+ROWS, STEPS, CHUNK, PAGE_SIZE = 8, 200, 16, 16
 
 
 def gemma3_of_26_layers() -> PreTrainedConfig:
@@ -49,6 +55,40 @@ def prepare_single(directory: Path) -> None:
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
     save_file({"tokens": int32(tokens), "logits": logits.contiguous()}, directory / "expected.safetensors")
+
+
+def prepare_bf16(directory: Path) -> None:
+    """The same in bfloat16, three layers with two windows; expected are float32 logits of the rounded weights."""
+    _, model = _make(directory, tiny_config("gemma3"), ("decode=1x1", "prefill=1x16"), dtype=DType.BFLOAT16)
+    tokens = random_prompt(PREFILL + DECODED, seed=1)
+    with torch.no_grad():
+        logits = model.float()(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    save_file({"tokens": int32(tokens), "logits": logits.contiguous()}, directory / "expected.safetensors")
+
+
+def prepare_stock(directory: Path) -> None:
+    """Gemma 3 as transformers' users export it, adopted: masks and rotations of its own, batch 1, positions that are cells."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = tiny_config("gemma3")
+    stock, model = random_model(config), random_model(config)
+    model.set_attn_implementation("sdpa")
+    program = export_stock(model, MAX_LEN, CHUNK).run_decompositions({})
+    group = LayerGroup(tuple(range(config.num_hidden_layers)), config.num_key_value_heads, config.head_dim, DType.FLOAT32)
+    spec = KVCacheSpec((group,), Layout.LINEAR, MAX_LEN, MAX_LEN)
+    profiles = ProfileSet(tuple(map(parse_profile, ("decode=1x1", f"prefill=1x{CHUNK}"))))
+    lowered = lower_program(adopt_program(program, find_caches(program), spec, profiles))
+    build(lowered, config, directory)
+    weights = {name: program.state_dict[name].clone() for name in lowered.program.weights.values()}
+    save_file(weights, directory / "weights.safetensors")
+    tokens = random_prompt(PREFILL + DECODED, seed=1)
+    with torch.no_grad():
+        logits = stock(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    save_file({"tokens": int32(tokens), "logits": logits.contiguous()}, directory / "expected.safetensors")
+
+
+def prepare_paged(directory: Path) -> None:
+    """The engine of `prepare_batch` over a pool of pages; it runs the same steps with the same weights."""
+    _make(directory, tiny_config("llama"), (f"decode={ROWS}x1", f"prefill={ROWS}x{CHUNK}"), page_size=PAGE_SIZE)
 
 
 def prepare_batch(directory: Path) -> None:
@@ -108,16 +148,23 @@ def _junk_caches(lowered: Lowered) -> tuple[list[Tensor], list[Tensor]]:
     return [torch.full(shape, JUNK) for shape in shapes], [torch.full(shape, JUNK) for shape in shapes]
 
 
-def _make(directory: Path, config: PreTrainedConfig, profiles: tuple[str, ...]) -> tuple[Lowered, PreTrainedModel]:
+def _make(
+    directory: Path,
+    config: PreTrainedConfig,
+    profiles: tuple[str, ...],
+    *,
+    dtype: DType = DType.FLOAT32,
+    page_size: int | None = None,
+) -> tuple[Lowered, PreTrainedModel]:
     directory.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    lowered = lower(config, profiles, MAX_LEN)
+    lowered = lower(config, profiles, MAX_LEN, dtype, page_size=page_size)
     lower_s = time.monotonic() - began
     build(lowered, config, directory)
     build_s = time.monotonic() - began - lower_s
     size = (directory / "engine.plan").stat().st_size
     print(f"{directory.name}: lowered in {lower_s:.0f} s, built in {build_s:.0f} s, {size} bytes", flush=True)
-    model = random_model(config)
+    model = random_model(config, dtype=getattr(torch, dtype.value))
     save_weights(lowered, model, directory / "weights.safetensors")
     return lowered, model
 
@@ -125,5 +172,9 @@ def _make(directory: Path, config: PreTrainedConfig, profiles: tuple[str, ...]) 
 if __name__ == "__main__":
     root = Path(sys.argv[1])
     write_attention_plans(root / "attention")
+    write_hazard_plan(root / "hazard" / "engine.plan")
+    prepare_paged(root / "paged")
+    prepare_bf16(root / "bf16")
+    prepare_stock(root / "stock")
     prepare_batch(root / "batch")
     prepare_single(root / "single")

@@ -103,8 +103,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {},
 }
 """Family -> what its configuration needs besides the sizes."""
-FAST = ("gpt2", "gemma3_text", "falcon")
-"""One of each kind of trouble: sizes lost on the way, windows, one K/V head for all queries."""
 
 
 def family_config(family: str) -> PreTrainedConfig:

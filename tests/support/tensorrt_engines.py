@@ -47,10 +47,14 @@ def lower(
     layout = Layout.LINEAR if page_size is None else Layout.PAGED
     spec = cache_spec(config, dtype, layout, page_size or max_len, max_len)
     exported = export_decoder(config, spec, ProfileSet(tuple(map(parse_profile, profiles))), static_cache=True)
+    return lower_program(exported)
+
+
+def lower_program(exported: DecoderProgram) -> Lowered:
     linear = BACKEND.lower(exported)
     report = prove_decoder(exported, linear)
     report.require()
-    return Lowered(exported, backend(layout).place_caches(linear, report), report)
+    return Lowered(exported, backend(exported.cache.layout).place_caches(linear, report), report)
 
 
 def build(lowered: Lowered, config: PreTrainedConfig, directory: Path, progress: list[float] | None = None) -> EngineManifest:

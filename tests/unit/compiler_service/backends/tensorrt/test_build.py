@@ -34,37 +34,43 @@ def build(directory: Path, *names: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return build(tmp_path_factory.mktemp("plans"), "llama", "gemma3")
+    return build(tmp_path_factory.mktemp("plans"), "llama", "llama_paged")
 
 
-LAYERS = {"llama": 2, "gemma3": 3}
-HEADS = {"llama": 2, "gemma3": 1}
-DIMS = {"llama": 16, "gemma3": 32}
+LAYERS, HEADS, HEAD_DIM = 2, 2, 16
 
 
-@pytest.mark.parametrize("family", LAYERS)
-def test_every_cache_is_aliased_by_a_layer_of_its_own(built: dict[str, Any], family: str) -> None:
-    layers = LAYERS[family]
-    wanted = {f"{kind}_cache.{layer}" for kind in "kv" for layer in range(layers)}
-    assert built[family]["aliases"] == {cache: f"{cache}.updated" for cache in wanted}
-    assert built[family]["proven"] == 2 * layers
-    assert built[family]["layers"]["KV_CACHE_UPDATE"] == 2 * layers
-    assert built[family]["plan_bytes"] > 100_000
+def test_every_cache_is_aliased_by_a_layer_of_its_own(built: dict[str, Any]) -> None:
+    llama = built["llama"]
+    wanted = {f"{kind}_cache.{layer}" for kind in "kv" for layer in range(LAYERS)}
+    assert llama["aliases"] == {cache: f"{cache}.updated" for cache in wanted}
+    assert llama["proven"] == llama["layers"]["KV_CACHE_UPDATE"] == 2 * LAYERS
+    assert llama["plan_bytes"] > 100_000
 
 
-@pytest.mark.parametrize("family", LAYERS)
-def test_each_layer_has_one_attention_and_no_scatter(built: dict[str, Any], family: str) -> None:
-    counted = built[family]["layers"]
-    assert counted["ATTENTION_INPUT"] == counted["ATTENTION_OUTPUT"] == LAYERS[family]
+def test_a_pool_takes_keys_and_values_in_one_aliased_binding(built: dict[str, Any]) -> None:
+    """The proof is the linear program's; its runs are cut at the pages' borders."""
+    paged = built["llama_paged"]
+    assert paged["aliases"] == {f"kv_pool.{layer}": f"kv_pool.{layer}.updated" for layer in range(LAYERS)}
+    assert paged["proven"] == 2 * LAYERS
+    assert paged["layers"]["KV_CACHE_UPDATE"] == LAYERS
+    shapes = {binding["name"]: binding["shape"] for binding in paged["bindings"]}
+    assert shapes["kv_pool.1"] == shapes["kv_pool.1.updated"] == [None, HEADS, 16, HEAD_DIM]
+    assert shapes["block_table"] == [None, 4]
+    assert shapes["packed_order"] == shapes["packed_ends"] == shapes["packed_offsets"] == [None]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_paged"])
+def test_each_layer_has_one_attention_and_no_scatter(built: dict[str, Any], name: str) -> None:
+    counted = built[name]["layers"]
+    assert counted["ATTENTION_INPUT"] == counted["ATTENTION_OUTPUT"] == LAYERS
     assert "SCATTER" not in counted
 
 
-@pytest.mark.parametrize("family", LAYERS)
-def test_bindings_say_what_is_static(built: dict[str, Any], family: str) -> None:
+def test_bindings_say_what_is_static(built: dict[str, Any]) -> None:
     """Rows and tokens are dynamic; heads, length and head_dim of a cache are not, though reshapes lose them on the way."""
-    shapes = {binding["name"]: (binding["role"], binding["dtype"], binding["shape"]) for binding in built[family]["bindings"]}
-    cache = [None, HEADS[family], 64, DIMS[family]]
-    assert shapes["k_cache.0"] == shapes["v_cache.1.updated"] == ("cache", "float32", cache)
+    shapes = {binding["name"]: (binding["role"], binding["dtype"], binding["shape"]) for binding in built["llama"]["bindings"]}
+    assert shapes["k_cache.0"] == shapes["v_cache.1.updated"] == ("cache", "float32", [None, HEADS, 64, HEAD_DIM])
     assert shapes["input_ids"] == ("input", "int32", [None, None])
     assert shapes["write_start"] == ("input", "int32", [None])
     assert shapes["logits"][:2] == ("output", "float32")
@@ -77,12 +83,11 @@ def test_weights_are_inputs_and_tied_ones_are_one(built: dict[str, Any]) -> None
     assert llama["constants"] == {name: name for name in names}
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
-    assert len(names) == len(set(names)) == 9 * LAYERS["llama"] + 2
+    assert len(names) == len(set(names)) == 9 * LAYERS + 2
 
 
 def test_an_unproven_write_never_reaches_the_engine(built: dict[str, Any]) -> None:
-    for family in LAYERS:
-        assert "k_cache.0 without a proof" in built[family]["unproven"]
+    assert "k_cache.0 without a proof" in built["llama"]["unproven"]
 
 
 def test_progress_only_moves_on(built: dict[str, Any]) -> None:
@@ -97,7 +102,7 @@ def test_torch_is_left_as_it_was(built: dict[str, Any]) -> None:
     assert built["llama"]["capability_asked_of"] == "torch.cuda"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_gemma_3_of_26_layers_is_one_engine(tmp_path: Path) -> None:
     """The seed's own size: decode [1,1] and prefill [1,16], 52 of 52 caches in place, no operator without a converter."""
     gemma = build(tmp_path, "gemma3_26")["gemma3_26"]
