@@ -127,7 +127,8 @@ def _planned(spec: CompileSpec, backend: Backend, workspace: Workspace, progress
         definition = open_program(source) if source.kind is SourceKind.PROGRAM else model.config
         exported = on_device(_export(spec, backend, definition, progress), backend.program_device)
         linear, report = _prove(exported, backend, progress)
-        report.require()
+        if not spec.allow_copying:
+            report.require()
         program = backend.place_caches(linear, report)
         name = engine_key(model, program, backend.name, backend.target, backend.toolchain)
         yield _Plan(model, exported, program, report, name)

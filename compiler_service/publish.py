@@ -104,13 +104,14 @@ def certify(
     """The proof's certificates with the engine's side filled in: the binding that holds each cache, and whether it is aliased.
     `alias_of` gives the alias that keeps a cache in place.
 
-    BuildFailed when a proven write did not end up in place: the promise of the proof was not kept.
+    BuildFailed when a proven write did not end up in place: the promise of the proof was not kept. A write that is not proven is
+    copied; its certificate says why.
     """
     filled = []
     for certificate in certificates:
         alias = alias_of(certificate.cache)
         filled.append(replace(certificate, binding=alias.input, aliased=alias in aliases))
-    if lost := [certificate.cache for certificate in filled if not certificate.aliased]:
+    if lost := [certificate.cache for certificate in filled if not certificate.aliased and not certificate.reason]:
         raise BuildFailed(f"the writes of {', '.join(lost[:8])} are proven, but the engine reports no alias for their bindings")
     return tuple(filled)
 

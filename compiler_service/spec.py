@@ -62,7 +62,9 @@ class CompileSpec:
         _require(bool(self.targets), "targets", "at least one target", self.targets)
         for target in self.targets:
             _require(bool(_TARGET.fullmatch(target)), "targets", "cpu or smNN", target)
-        _require(not self.allow_copying, "allow_copying", f"false for {self.backend}, which has no copying fallback", True)
+        if self.backend == "inductor" or self.layout is not Layout.LINEAR:
+            what = f"false for {self.backend} in the {self.layout.value} layout, which has no copying fallback"
+            _require(not self.allow_copying, "allow_copying", what, True)
         if self.backend == "inductor":
             _require(len(self.targets) == 1, "targets", "cpu or one compute capability for inductor", ",".join(self.targets))
         else:

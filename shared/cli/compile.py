@@ -35,11 +35,13 @@ def compile_command(
     page_size: PageSize = 16,
     profile: Profiles = None,
     target: Targets = "",
+    allow_copying: Annotated[bool, typer.Option(help="copy caches whose writes are not proven, instead of refusing")] = False,
     watch_stages: Annotated[bool, typer.Option("--watch", help="show the stages as they happen")] = False,
 ) -> None:
     """Compile a model and print the artifact id."""
     session = session_of(context)
-    spec = compile_spec(source, backend, layout, dtype, max_len, page_size, profile or (), [t for t in target.split(",") if t])
+    targets = [t for t in target.split(",") if t]
+    spec = compile_spec(source, backend, layout, dtype, max_len, page_size, profile or (), targets, allow_copying=allow_copying)
     with session.compiler() as stub:
         request = compiler_pb2.CreateCompileJobRequest(request_id=new_id(), spec=spec)
         job = stub.CreateCompileJob(request).job

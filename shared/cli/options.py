@@ -56,6 +56,8 @@ def compile_spec(
     page_size: int,
     profiles: Sequence[str],
     targets: Sequence[str] = (),
+    *,
+    allow_copying: bool = False,
 ) -> compiler_pb2.CompileSpec:
     """A spec whose source, where it is a path on this machine, is absolute."""
     path = Path(source).expanduser()
@@ -68,6 +70,7 @@ def compile_spec(
         page_size=page_size if layout == "paged" else 0,
         profiles=profile_messages(profiles or DEFAULT_PROFILES),
         targets=targets,
+        allow_copying=allow_copying,
     )
 
 

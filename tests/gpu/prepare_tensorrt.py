@@ -25,6 +25,7 @@ from tests.gpu.hazard_plan import write_hazard_plan
 from tests.support.decoder_steps import JUNK, int32, with_weights
 from tests.support.decoders import VOCAB, last_logits, random_model, random_prompt, tiny_config
 from tests.support.stock_export import export_stock
+from tests.support.strided_step import strided_program
 from tests.support.tensorrt_engines import Lowered, build, lower, lower_program, save_weights
 
 PREFILL, DECODED, MAX_LEN = 8, 4, 64
@@ -84,6 +85,25 @@ def prepare_stock(directory: Path) -> None:
     with torch.no_grad():
         logits = stock(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
     save_file({"tokens": int32(tokens), "logits": logits.contiguous()}, directory / "expected.safetensors")
+
+
+def prepare_copying(directory: Path) -> None:
+    """Keys in place, values on a copy: three steps, with what eager torch has in its caches at the end."""
+    directory.mkdir(parents=True, exist_ok=True)
+    program = strided_program()
+    lowered = lower_program(program, allow_copying=True)
+    build(lowered, tiny_config("llama"), directory)
+    save_file(
+        {name: program.program.state_dict[name].clone() for name in lowered.program.weights.values()},
+        directory / "weights.safetensors",
+    )
+    module = program.program.module(check_guards=False)
+    caches = [torch.full((1, 1, MAX_LEN, 16), JUNK) for _ in "kv"]
+    record: dict[str, Tensor] = {}
+    for step, (start, tokens) in enumerate(((0, [3, 1, 4, 1, 5]), (5, [9, 2]), (7, [6]))):
+        logits = module(int32([tokens]), int32([start]), int32([len(tokens) - 1]), *caches)
+        record |= {f"step{step}.ids": int32([tokens]), f"step{step}.start": int32([start]), f"step{step}.logits": logits}
+    save_file(record | {"k_cache.0": caches[0], "v_cache.0": caches[1]}, directory / "expected.safetensors")
 
 
 def prepare_paged(directory: Path) -> None:
@@ -176,5 +196,6 @@ if __name__ == "__main__":
     prepare_paged(root / "paged")
     prepare_bf16(root / "bf16")
     prepare_stock(root / "stock")
+    prepare_copying(root / "copying")
     prepare_batch(root / "batch")
     prepare_single(root / "single")

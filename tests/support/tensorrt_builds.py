@@ -19,7 +19,8 @@ from compiler_service.backends.tensorrt.host import without_gpu
 from shared.errors import WriteNotProven
 from tests.gpu.prepare_tensorrt import gemma3_of_26_layers
 from tests.support.decoders import tiny_config
-from tests.support.tensorrt_engines import Lowered, build, lower
+from tests.support.strided_step import strided_program
+from tests.support.tensorrt_engines import Lowered, build, lower, lower_program
 
 PROFILES = ("decode=1x1", "prefill=1x16")
 MAX_LEN, PAGE_SIZE = 64, 16
@@ -44,6 +45,28 @@ def summary(config: PreTrainedConfig, directory: Path, page_size: int | None) ->
     }
 
 
+def copying_summary(directory: Path) -> dict[str, Any]:
+    """A program with one write that is a run and one that is not."""
+    lowered = lower_program(strided_program(), allow_copying=True)
+    directory.mkdir()
+    manifest = build(lowered, tiny_config("llama"), directory)
+    return {
+        "aliases": [alias.input for alias in manifest.aliases],
+        "roles": {binding.name: binding.role for binding in manifest.bindings},
+        "certificates": {c.cache: (c.aliased, c.reason) for c in manifest.proof},
+        "refused": refusal(lowered),
+    }
+
+
+def refusal(lowered: Lowered) -> str:
+    """What building without the caller's leave to copy says."""
+    try:
+        count_layers(lowered)
+    except WriteNotProven as error:
+        return str(error)
+    return ""
+
+
 def count_layers(lowered: Lowered) -> dict[str, int]:
     """How many layers of each type the network has."""
     with without_gpu():
@@ -61,11 +84,7 @@ def refusal_of_an_unproven_write(lowered: Lowered) -> str:
     first, *others = lowered.report.caches
     doubted = replace(first, after=replace(first.after, verdict="unknown: a test"))
     report = replace(lowered.report, caches=(doubted, *others))
-    try:
-        count_layers(replace(lowered, report=report))
-    except WriteNotProven as error:
-        return str(error)
-    return ""
+    return refusal(replace(lowered, report=report))
 
 
 if __name__ == "__main__":
@@ -73,6 +92,9 @@ if __name__ == "__main__":
     configs = {"llama": lambda: tiny_config("llama"), "gemma3_26": gemma3_of_26_layers}
     built = {}
     for name in sys.argv[2:]:
+        if name == "strided":
+            built[name] = copying_summary(root / name)
+            continue
         family, paged, _ = name.partition("_paged")
         built[name] = summary(configs[family](), root / name, PAGE_SIZE if paged else None)
     print(json.dumps(built))

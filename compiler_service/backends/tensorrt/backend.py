@@ -20,21 +20,25 @@ from shared.manifest import Target
 
 @dataclass(frozen=True, slots=True)
 class TensorRTBackend:
-    """Builds for `target`'s compute capabilities with the library of `flavour`."""
+    """Builds for `target`'s compute capabilities with the library of `flavour`. `allow_copying` takes a write without a proof on a
+    copy of its cache."""
 
     flavour: Flavour
     target: Target
     toolchain: dict[str, str]
     layout: Layout = Layout.LINEAR
+    allow_copying: bool = False
     static_cache: bool = field(default=True, init=False)
     program_device: str = field(default="cpu", init=False)
 
     @staticmethod
-    def for_targets(flavour: Flavour, capabilities: tuple[str, ...], layout: Layout = Layout.LINEAR) -> TensorRTBackend:
+    def for_targets(
+        flavour: Flavour, capabilities: tuple[str, ...], layout: Layout = Layout.LINEAR, *, allow_copying: bool = False
+    ) -> TensorRTBackend:
         """BackendUnavailable where this host cannot build; FieldOutOfRange for a target the flavour does not know."""
         require_buildable(flavour, capabilities)
         target = Target(device="cuda", isa=(), compute_capabilities=capabilities)
-        return TensorRTBackend(flavour, target, build_toolchain(flavour), layout)
+        return TensorRTBackend(flavour, target, build_toolchain(flavour), layout, allow_copying)
 
     @property
     def name(self) -> str:
@@ -52,7 +56,7 @@ class TensorRTBackend:
         return AliasedBinding(held, updated_name(held))
 
     def build(self, program: DecoderProgram, report: ProofReport, directory: Path, progress: Progress) -> BuiltEngine:
-        return build_engine(program, report, self.target, self.toolchain, directory, progress)
+        return build_engine(program, report, self.target, self.toolchain, directory, progress, allow_copying=self.allow_copying)
 
     def verify(self, built: BuiltEngine, exported: DecoderProgram, weights: Path) -> None:
         """Nothing runs here: a plan runs on GPUs alone, and may be built where there is none. What the build recorded of its

@@ -35,11 +35,13 @@ def build_engine(
     toolchain: dict[str, str],
     directory: Path,
     progress: Progress,
+    *,
+    allow_copying: bool = False,
 ) -> BuiltEngine:
     """Build `program`, whose writes `report` proves, for the compute capabilities of `target` into the empty `directory`.
 
     Needs shapes only: no weight is read. WriteNotProven and UnsupportedModel as `build_network`; BuildFailed when TensorRT fails
-    or when a cache would not be written in place.
+    or when a cache whose write is proven would not be written in place.
     """
     with without_gpu():
         import torch_tensorrt  # noqa: F401 - makes either flavour importable as `tensorrt`, which what follows imports
@@ -48,9 +50,10 @@ def build_engine(
         from compiler_service.backends.tensorrt.plan import Builder
 
         builder = Builder()
-        network = build_network(builder.network, program, report)
-        progress(0.1, f"{builder.network.num_layers} layers, {len(network.aliases)} aliased caches")
-        check_aliases(network.aliases, cache_bindings(program.cache))
+        network = build_network(builder.network, program, report, allow_copying=allow_copying)
+        copied = f", {len(network.copied)} copied: {', '.join(network.copied)}" if network.copied else ""
+        progress(0.1, f"{builder.network.num_layers} layers, {len(network.aliases)} aliased caches{copied}")
+        check_aliases(network.aliases, cache_bindings(program.cache).difference(network.copied))
         shapes = [_shapes(profile, network.bindings, program.cache) for profile in program.profiles.profiles]
         plan = builder.build(shapes, target.compute_capabilities, lambda done, what: progress(0.1 + 0.9 * done, what))
     (directory / PLAN_FILE).write_bytes(plan)

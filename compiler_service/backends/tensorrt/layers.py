@@ -65,10 +65,13 @@ class Layers:
         layer.reshape_dims = tuple(shape)
         return self.output(layer, "reshape")
 
+    def shape_of(self, value: ITensor) -> ITensor:
+        """int64 `[rank]`, at run time."""
+        return self.output(self.network.add_shape(value), "shape")
+
     def axis_size(self, value: ITensor, axis: int) -> ITensor:
         """int64 `[1]`: the size of `axis` at run time."""
-        shape = self.output(self.network.add_shape(value), "shape")
-        return self.output(self.network.add_slice(shape, (axis,), (1,), (1,)), "size")
+        return self.output(self.network.add_slice(self.shape_of(value), (axis,), (1,), (1,)), "size")
 
     def gather(self, value: ITensor, rows: ITensor) -> ITensor:
         """Slices of axis 0 by number; the shape of `rows` takes the place of that axis."""

@@ -22,6 +22,7 @@ from torch_tensorrt.dynamo.conversion._ConverterRegistry import DYNAMO_CONVERTER
 from torch_tensorrt.dynamo.conversion.converter_utils import get_node_name
 
 from compiler_service.backends.tensorrt.attention import Masks, attend
+from compiler_service.backends.tensorrt.copies import COPIED_WRITES, copy_and_write
 from compiler_service.backends.tensorrt.layers import ITensor, Layers
 from compiler_service.backends.tensorrt.pages import gather_pages, write_packed
 from compiler_service.export.program import DecoderProgram
@@ -55,32 +56,35 @@ Shape = tuple[int | None, ...]
 
 @dataclass(slots=True)
 class Network:
-    """A network and what its names mean. `bindings`: inputs in the order of the program, then outputs. `kept` holds what the
-    definition points at."""
+    """A network and what its names mean. `bindings`: inputs in the order of the program, then outputs. `copied` are the caches
+    whose new content is an output of its own. `kept` holds what the definition points at."""
 
     definition: Any
     bindings: list[BindingSpec] = field(default_factory=list)
     aliases: list[AliasedBinding] = field(default_factory=list)
+    copied: list[str] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
 
 
-def build_network(definition: Any, program: DecoderProgram, report: ProofReport) -> Network:
+def build_network(definition: Any, program: DecoderProgram, report: ProofReport, *, allow_copying: bool = False) -> Network:
     """Fill `definition` (a fresh trt.INetworkDefinition) with `program`, whose writes `report` proves.
 
-    WriteNotProven, naming the node, for a write without a proof; UnsupportedModel for an op that no converter takes.
+    WriteNotProven, naming the node, for a write without a proof, unless `allow_copying` takes it on a copy; UnsupportedModel for
+    an op that no converter takes.
     """
     network = Network(definition)
-    _Converter(program, report, network).run()
+    _Converter(program, report, network, allow_copying=allow_copying).run()
     return network
 
 
 class _Converter(fx.Interpreter):
     """Runs the program's graph on the network's tensors."""
 
-    def __init__(self, program: DecoderProgram, report: ProofReport, network: Network) -> None:
+    def __init__(self, program: DecoderProgram, report: ProofReport, network: Network, *, allow_copying: bool) -> None:
         exported = program.program
         super().__init__(fx.GraphModule(torch.nn.Module(), exported.graph), garbage_collect_values=False)
         self._program, self._network = program, network
+        self._copied = {proof.cache for proof in report.caches if not proof.ok} if allow_copying else set()
         self._specs: Mapping[str, InputSpec] = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
         self._writes: dict[str, WriteProof] = {proof.after.node: proof.after for proof in report.caches if proof.ok}
         settings = CompilationSettings(min_block_size=1, immutable_weights=True)
@@ -120,7 +124,9 @@ class _Converter(fx.Interpreter):
             return self._paged_attend(*args)
         if self._node.name in self._writes:
             return self._write(self._writes[self._node.name])
-        if written := self._cache_of(self._node):
+        if self._copied and str(target) in COPIED_WRITES:
+            return copy_and_write(self._layers(), self._node, args)
+        if (written := self._cache_of(self._node)) and written not in self._copied:
             raise WriteNotProven(f"{self._node} writes {written} without a proof that its cells are one run a row")
         packet = DYNAMO_CONVERTERS.get(self._node)
         if packet is None:
@@ -135,7 +141,11 @@ class _Converter(fx.Interpreter):
             if spec.kind is OutputKind.USER_INPUT_MUTATION:
                 assert spec.target is not None
                 cache = self._program.inputs[spec.target]
-                self._updated(cache, tensor)
+                if cache in self._copied:
+                    self._output(updated_name(cache), Role.OUTPUT, self._whole(cache, tensor))
+                    self._network.copied.append(cache)
+                else:
+                    self._updated(cache, tensor)
             else:
                 self._output(LOGITS, Role.OUTPUT, tensor)
 
@@ -146,6 +156,11 @@ class _Converter(fx.Interpreter):
             self._inputs[name] = self._network.definition.add_input(name, _DTYPES[dtype], dims)
             self._network.bindings.append(BindingSpec(name, role, str(dtype).removeprefix("torch."), shape))
         return self._inputs[name]
+
+    def _whole(self, cache: str, tensor: ITensor) -> ITensor:
+        """The new content of `cache`, in its own shape."""
+        heads, cells, head_dim = self._inputs[cache].shape[1:]
+        return Layers(self._network.definition, self._network.kept, cache).reshape(tensor, (0, heads, cells, head_dim))
 
     def _updated(self, cache: str, tensor: ITensor) -> None:
         self._output(updated_name(cache), Role.CACHE, tensor)

@@ -7,7 +7,7 @@ context of its own; all contexts work in one scratch memory, because launches fo
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +25,11 @@ from shared.bindings import (
     PACKED_ORDER,
     POSITION_IDS,
     WRITE_START,
+    BindingSpec,
     Role,
     cache_name,
     pool_name,
+    updated_name,
 )
 from shared.errors import EngineIncompatible, InternalError
 from shared.kv_spec import Layout
@@ -79,6 +81,7 @@ class Launcher:
         self._logits = torch.empty(rows, manifest.model.vocab_size, dtype=torch.float32, device="cuda")
         self._scratch = torch.empty(max(1, plan.device_memory_size_v2), dtype=torch.uint8, device="cuda")
         self._aliases = {alias.input: alias.output for alias in manifest.aliases}
+        self._copies = {b.name: _rows_like(b, rows) for b in manifest.bindings if b.role is Role.OUTPUT and b.name != LOGITS}
         self._contexts: dict[int, Any] = {}
         self._graphs: OrderedDict[Launch, _Captured] = OrderedDict()
         self._pool: KVPool | None = None
@@ -106,7 +109,7 @@ class Launcher:
                 if context is None:
                     context = self._contexts[launch.profile] = self._context(launch.profile)
                 self._bind(context, launch, pool)
-                self._execute(context)
+                self._execute(context, launch, pool)
         torch.cuda.current_stream().wait_stream(self._stream)
         return self._logits[: launch.rows]
 
@@ -137,11 +140,11 @@ class Launcher:
         if captured is None:
             context = self._context(launch.profile)
             self._bind(context, launch, pool)
-            self._execute(context)
+            self._execute(context, launch, pool)
             self._stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=self._stream):
-                self._execute(context)
+                self._execute(context, launch, pool)
             captured = self._graphs[launch] = _Captured(context, graph)
             if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
@@ -181,19 +184,30 @@ class Launcher:
             self._bind_cache(context, pool_name(layer), tensor.flatten(0, 1))
 
     def _bind_slots(self, context: Any, launch: Launch, pool: KVPool) -> None:
+        for name, rows in self._slots(launch, pool):
+            self._bind_cache(context, name, rows)
+
+    @staticmethod
+    def _slots(launch: Launch, pool: KVPool) -> Iterator[tuple[str, Tensor]]:
+        """Every linear cache and its rows in the pool."""
         for layer, tensor in enumerate(pool.tensors):
             for kind, half in (("k", K), ("v", V)):
-                rows = tensor[half, launch.first_slot : launch.first_slot + launch.rows]
-                self._bind_cache(context, cache_name(layer, kind), rows)
+                yield cache_name(layer, kind), tensor[half, launch.first_slot : launch.first_slot + launch.rows]
 
     def _bind_cache(self, context: Any, name: str, rows: Tensor) -> None:
-        """Input and output at one address."""
+        """Input and output at one address, or the output in a copy."""
         self._done(context.set_input_shape(name, tuple(rows.shape)), name)
         self._done(context.set_tensor_address(name, rows.data_ptr()), name)
-        self._done(context.set_tensor_address(self._aliases[name], rows.data_ptr()), self._aliases[name])
+        output = updated_name(name)
+        written = self._copies.get(output, rows)
+        self._done(context.set_tensor_address(output, written.data_ptr()), output)
 
-    def _execute(self, context: Any) -> None:
+    def _execute(self, context: Any, launch: Launch, pool: KVPool) -> None:
         self._done(context.execute_async_v3(self._stream.cuda_stream), "the launch")
+        if self._copies:
+            for name, rows in self._slots(launch, pool):
+                if (copy := self._copies.get(updated_name(name))) is not None:
+                    rows.copy_(copy[: launch.rows])
 
     @staticmethod
     def _done(accepted: bool, what: str) -> None:
@@ -225,3 +239,8 @@ class Launcher:
 
 def _buffer(size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int32, device="cuda")
+
+
+def _rows_like(binding: BindingSpec, rows: int) -> Tensor:
+    """Memory for an output that is the copy of a cache, of `rows` rows."""
+    return torch.empty((rows, *binding.shape[1:]), dtype=getattr(torch, binding.dtype), device="cuda")  # type: ignore[arg-type]

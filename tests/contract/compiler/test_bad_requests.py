@@ -24,7 +24,6 @@ async def nothing_happened(client):
         ({"backend": 77}, "spec.backend"),
         ({"backend": common_pb2.BACKEND_TENSORRT}, "targets"),
         ({"backend": common_pb2.BACKEND_TENSORRT, "targets": ["cpu"]}, "targets"),
-        ({"backend": common_pb2.BACKEND_TENSORRT, "targets": ["sm90"]}, "layout"),
         ({"layout": 0}, "spec.layout"),
         ({"dtype": 0}, "spec.dtype"),
         ({"dtype": common_pb2.ELEMENT_TYPE_FLOAT16}, "dtype"),

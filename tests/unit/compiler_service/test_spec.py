@@ -85,8 +85,7 @@ TENSORRT = dataclasses.replace(
     [
         ("targets", {"targets": ("cpu",)}),
         ("targets", {"targets": ("sm80", "cpu")}),
-        ("layout", {"layout": Layout.PAGED, "page_size": 16}),
-        ("allow_copying", {"allow_copying": True}),
+        ("allow_copying", {"allow_copying": True, "layout": Layout.PAGED, "page_size": 16}),
     ],
 )
 def test_what_tensorrt_does_not_build_is_refused_by_name(field, changes):

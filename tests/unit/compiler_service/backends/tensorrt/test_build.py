@@ -34,7 +34,7 @@ def build(directory: Path, *names: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return build(tmp_path_factory.mktemp("plans"), "llama", "llama_paged")
+    return build(tmp_path_factory.mktemp("plans"), "llama", "llama_paged", "strided")
 
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 16
@@ -88,6 +88,18 @@ def test_weights_are_inputs_and_tied_ones_are_one(built: dict[str, Any]) -> None
 
 def test_an_unproven_write_never_reaches_the_engine(built: dict[str, Any]) -> None:
     assert "k_cache.0 without a proof" in built["llama"]["unproven"]
+
+
+def test_a_write_without_a_proof_copies_if_the_caller_allows_it(built: dict[str, Any]) -> None:
+    """The certificate says so, and why; the other cache is in place as ever."""
+    strided = built["strided"]
+    assert strided["aliases"] == ["k_cache.0"]
+    assert strided["roles"]["v_cache.0.updated"] == "output"
+    assert strided["certificates"]["k_cache.0"] == [True, ""]
+    aliased, reason = strided["certificates"]["v_cache.0"]
+    assert not aliased
+    assert "step 2" in reason
+    assert "v_cache.0 without a proof" in strided["refused"]
 
 
 def test_progress_only_moves_on(built: dict[str, Any]) -> None:
