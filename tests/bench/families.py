@@ -1,6 +1,6 @@
 """`make families`: what becomes of every family of decoders of `transformers`, tiny and random, on the way to TensorRT-RTX.
 
-    python -m tests.bench.families [FAMILY...] [--markdown]
+    python -m tests.bench.families [FAMILY[:EXPORT]...] [--markdown]
 
 Twice each: the family's stock static-cache step as its users export it (dynamic query length, window layers of full length),
 adopted; and our own export of its configuration. Both are proved, run on the CPU against the model without a cache (6 tokens of
@@ -165,7 +165,9 @@ def markdown(rows: Sequence[tuple[str, str, Fate]]) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("families", nargs="*", help=f"some of {', '.join(FAMILIES)}")
+    parser.add_argument(
+        "families", nargs="*", help=f"llama, or llama:stock for one of its exports; there are {', '.join(FAMILIES)}"
+    )
     parser.add_argument("--markdown", action="store_true", help="the table of compiler_service/README.md")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -174,7 +176,8 @@ def main() -> int:
             print("\n" + json.dumps(asdict(fate(*item.split(":")))), flush=True)
         return 0
     rows = []
-    items = [f"{family}:{how}" for family in options.families or FAMILIES for how in EXPORTS]
+    named = options.families or FAMILIES
+    items = [item for name in named for item in ([name] if ":" in name else [f"{name}:{how}" for how in EXPORTS])]
     for family, how, found in table(items):
         rows.append((family, how, found))
         if not options.markdown:

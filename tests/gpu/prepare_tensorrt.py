@@ -79,8 +79,7 @@ def prepare_stock(directory: Path) -> None:
     profiles = ProfileSet(tuple(map(parse_profile, ("decode=1x1", f"prefill=1x{CHUNK}"))))
     lowered = lower_program(adopt_program(program, find_caches(program), spec, profiles))
     build(lowered, config, directory)
-    weights = {name: program.state_dict[name].clone() for name in lowered.program.weights.values()}
-    save_file(weights, directory / "weights.safetensors")
+    _save_own_weights(lowered, directory)
     tokens = random_prompt(PREFILL + DECODED, seed=1)
     with torch.no_grad():
         logits = stock(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
@@ -93,10 +92,7 @@ def prepare_copying(directory: Path) -> None:
     program = strided_program()
     lowered = lower_program(program, allow_copying=True)
     build(lowered, tiny_config("llama"), directory)
-    save_file(
-        {name: program.program.state_dict[name].clone() for name in lowered.program.weights.values()},
-        directory / "weights.safetensors",
-    )
+    _save_own_weights(lowered, directory)
     module = program.program.module(check_guards=False)
     caches = [torch.full((1, 1, MAX_LEN, 16), JUNK) for _ in "kv"]
     record: dict[str, Tensor] = {}
@@ -166,6 +162,12 @@ def _step(
 def _junk_caches(lowered: Lowered) -> tuple[list[Tensor], list[Tensor]]:
     shapes = [(ROWS, group.kv_heads, MAX_LEN, group.head_dim) for _, group in lowered.program.cache.iter_layers()]
     return [torch.full(shape, JUNK) for shape in shapes], [torch.full(shape, JUNK) for shape in shapes]
+
+
+def _save_own_weights(lowered: Lowered, directory: Path) -> None:
+    """The parameters a program came with."""
+    state = lowered.exported.program.state_dict
+    save_file({name: state[name].clone() for name in lowered.program.weights.values()}, directory / "weights.safetensors")
 
 
 def _make(
