@@ -165,9 +165,7 @@ def markdown(rows: Sequence[tuple[str, str, Fate]]) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "families", nargs="*", help=f"llama, or llama:stock for one export; of {', '.join(FAMILIES)}"
-    )
+    parser.add_argument("families", nargs="*", help=f"llama, or llama:stock for one export; of {', '.join(FAMILIES)}")
     parser.add_argument("--markdown", action="store_true", help="the table of compiler_service/README.md")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
