@@ -26,7 +26,8 @@ def copy_and_write(layers: Layers, node: fx.Node, args: tuple[Any, ...]) -> ITen
         cache, axis, index, rows = args
     else:
         cache, rows, *given = args
-        axis, start, end, step = (*given, *(0, None, None, 1)[len(given) :])
+        defaults: tuple[Any, ...] = (0, None, None, 1)
+        axis, start, end, step = [*given, *defaults[len(given) :]]
         size = traced.shape[axis]
         if not all(bound is None or isinstance(bound, int) for bound in (start, end)) or not isinstance(size, int):
             raise UnsupportedModel(f"{node} writes from {start} to {end}, which only a step decides; a copy needs fixed bounds")
