@@ -51,9 +51,16 @@ def keep_best(scores: NDArray[np.float32], positions: Rows, budget: int, sinks: 
         row, ordinal = np.argwhere(np.isnan(scores))[0]
         raise ValueError(f"the score of ordinal {ordinal} in row {row} is NaN; a policy scores every entry with a number")
     num_rows, length = scores.shape
-    sinks = min(sinks, length)
-    # By score, then by age: a round that filled holes has left entries out of the order they came in.
-    ascending = np.lexsort((np.broadcast_to(positions, scores.shape)[:, sinks:], scores[:, sinks:])) + sinks
-    best = np.sort(ascending[:, max(0, length - budget) :])
-    first = np.broadcast_to(np.arange(sinks), (num_rows, sinks))
-    return KeepDecision(length, np.concatenate([first, best], axis=1).astype(np.int32), rows)
+    kept = np.ones((num_rows, length), dtype=bool)
+    if length > budget:
+        dropped = length - budget
+        ranks = _ranks(scores[:, sinks:], np.broadcast_to(positions, scores.shape)[:, sinks:])
+        kept[:, sinks:] = ranks >= np.partition(ranks, dropped, axis=1)[:, dropped, None]
+    return KeepDecision(length, kept.nonzero()[1].reshape(num_rows, -1).astype(np.int32), rows)
+
+
+def _ranks(scores: NDArray[np.float32], positions: Rows) -> NDArray[np.int64]:
+    """Score, then age, in one integer each, none of them equal: a round that filled holes has left entries out of age's order."""
+    bits = (scores + np.float32(0)).view(np.int32).astype(np.int64)  # + 0: minus zero is no less than zero
+    by_score = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # the bits of negative floats fall as they rise
+    return (by_score << 32) | positions

@@ -35,10 +35,11 @@ from shared.kernels.compaction.modes import Mode, RowMode
 class CompactionPlan:
     """One sequence, one round: of `length` entries those at `kept` survive, and end up in `order`.
 
-    `pages` is the table the moves run on; its first `num_pages_kept` stay. `windows`: of the layers that see only their newest
-    entries. `tail` cells behind `length` hold what a step in flight writes, and move right behind the kept ones; what is vacated
-    between them and the end of their page, the mover zeroes. `copies` are indices into `pages` of shared pages that the round, or
-    the steps after it, will write to: a copy must take their place first.
+    `rewritten` are the ordinals that moves write to in any layer, ascending; `windows` those of the layers that see only their
+    newest entries. `pages` is the table the moves run on; its first `num_pages_kept` stay. `tail` cells behind `length` hold what a
+    step in flight writes, and move right behind the kept ones; what is vacated between them and the end of their page, the mover
+    zeroes. `copies` are indices into `pages` of shared pages that the round, or the steps after it, will write to: a copy must take
+    their place first.
     """
 
     page_size: int
@@ -49,6 +50,7 @@ class CompactionPlan:
     rows: RowMode
     kept: Rows
     order: Rows
+    rewritten: NDArray[np.intp]
     windows: tuple[int, ...]
     copies: tuple[int, ...]
     num_pages_kept: int
@@ -68,14 +70,6 @@ class CompactionPlan:
         return int(self.rewritten[0]) if len(self.rewritten) else self.kept_len
 
     @property
-    def rewritten(self) -> Rows:
-        """Ordinals that moves write to in any layer, ascending, `[n]`."""
-        moved: NDArray[np.bool_] = (self.order != np.arange(self.kept_len)).any(axis=0)
-        if self.num_evicted:
-            moved[max(0, self.kept_len - max(self.windows, default=0)) :] = True
-        return np.flatnonzero(moved).astype(np.int32)
-
-    @property
     def pages_kept(self) -> tuple[PageId, ...]:
         return self.pages[: self.num_pages_kept]
 
@@ -86,11 +80,15 @@ class CompactionPlan:
     @property
     def indices_owned(self) -> tuple[int, ...]:
         """Indices into `pages` that nobody else may read: where moves write, and from the new end on, where tokens to come go."""
-        written = set((self.rewritten // self.page_size).tolist())
-        return tuple(sorted(written.union(range(self.kept_len // self.page_size, self.num_pages_kept))))
+        owned = np.zeros(self.num_pages_kept, dtype=bool)
+        owned[self.rewritten // self.page_size] = True
+        owned[self.kept_len // self.page_size :] = True
+        return tuple(np.flatnonzero(owned).tolist())
 
     def with_copies(self, copies: Sequence[PageId]) -> CompactionPlan:
         """The plan with `copies[i]` in the place of the i-th shared page that was to be copied."""
+        if not copies:
+            return self
         pages = list(self.pages)
         for index, page in zip(self.copies, copies, strict=True):
             pages[index] = page
@@ -112,13 +110,10 @@ class CompactionPlan:
                 raise ValueError(f"page {self.pages[index]} at index {index} would be written to, and another sequence reads it")
 
     def _check_order(self) -> None:
-        if self.order.shape != self.kept.shape or (np.sort(self.order) != self.kept).any():
-            raise ValueError(
-                f"what is moved must be what is kept, once each; got order {self.order.tolist()} of {self.kept.tolist()}"
-            )
+        in_order = self.order if self.mode is Mode.ORDERED else np.sort(self.order)
+        if in_order.shape != self.kept.shape or (in_order != self.kept).any():
+            raise ValueError(f"{self.mode}: what moves must be what is kept, once each; got {self.order.tolist()}")
         if self.mode is Mode.ORDERED:
-            if (self.order != self.kept).any():
-                raise ValueError(f"ordered moves must keep the order of {self.kept.tolist()}, got {self.order.tolist()}")
             return
         if self.windows:
             raise ValueError(f"hole filling is exact where order does not matter; layers with windows of {self.windows} see it")
@@ -143,6 +138,11 @@ def plan_round(
 ) -> CompactionPlan:
     """Plan a round. Pages that hold `reserve` entries stay even when fewer survive."""
     kept_len = decision.kept.shape[1]
+    windows = tuple(windows)
+    order = decision.kept if mode is Mode.ORDERED else fill_holes(decision.kept)
+    moved: NDArray[np.bool_] = (order != np.arange(kept_len)).any(axis=0)
+    if windows and decision.num_evicted:
+        moved[max(0, kept_len - max(windows)) :] = True
     plan = CompactionPlan(
         page_size=page_size,
         pages=tuple(pages),
@@ -151,8 +151,9 @@ def plan_round(
         mode=mode,
         rows=decision.rows,
         kept=decision.kept,
-        order=decision.kept if mode is Mode.ORDERED else fill_holes(decision.kept),
-        windows=tuple(windows),
+        order=order,
+        rewritten=np.flatnonzero(moved),
+        windows=windows,
         copies=(),
         num_pages_kept=min(len(pages), -(-max(kept_len + tail, reserve) // page_size)),
     )

@@ -20,6 +20,7 @@ class KVView:
     def __init__(self, sequence: KVSequence, pool: KVPool) -> None:
         self._sequence = sequence
         self._pool = pool
+        self._page_index: torch.Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -43,7 +44,9 @@ class KVView:
 
     def keys(self, layer: int) -> torch.Tensor:
         """Keys as stored, rotated: `[kv_heads, length, head_dim]`, the pool's dtype, a copy."""
-        return self._pool.keys(layer, self._sequence.pages, self.length)
+        if self._page_index is None:
+            self._page_index = self._pool.page_index(self._sequence.pages, self.length)
+        return self._pool.keys(layer, self._page_index, self.length)
 
 
 class Policy(Protocol):

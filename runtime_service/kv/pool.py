@@ -68,9 +68,14 @@ class KVPool:
         tensor = self.tensors[layer]
         return tensor.movedim(self.spec.layout.page_dim, 0)
 
-    def keys(self, layer: int, pages: Sequence[PageId], length: int) -> torch.Tensor:
-        """Copy of the first `length` keys of the sequence on `pages`: `[kv_heads, length, head_dim]`."""
-        rows = self.by_page(layer)[list(pages[: self.spec.pages_for(length)]), K]
+    def page_index(self, pages: Sequence[PageId], length: int) -> torch.Tensor:
+        """Where the first `length` entries of the sequence on `pages` lie, for `keys` of any layer: int64, on the pool's device."""
+        index = torch.tensor(pages[: self.spec.pages_for(length)], dtype=torch.int64)
+        return index.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else index
+
+    def keys(self, layer: int, page_index: torch.Tensor, length: int) -> torch.Tensor:
+        """Copy of the first `length` keys of the sequence on those pages: `[kv_heads, length, head_dim]`."""
+        rows = self.by_page(layer)[:, K].index_select(0, page_index)
         heads = rows.shape[1]
         return rows.transpose(0, 1).reshape(heads, -1, rows.shape[-1])[:, :length]
 

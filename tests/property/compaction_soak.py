@@ -147,7 +147,8 @@ class Soak:
         positions = np.broadcast_to(sequence.positions[:KV_HEADS], (KV_HEADS, sequence.physical_len))
         keys_HTD = first_keys(self.models[name], sequence.tokens[: sequence.computed])
         expected = torch.stack([keys[torch.from_numpy(row).long()] for keys, row in zip(keys_HTD, positions.copy(), strict=True)])
-        got = session.pool.keys(0, sequence.pages, sequence.physical_len)
+        index = session.pool.page_index(sequence.pages, sequence.physical_len)
+        got = session.pool.keys(0, index, sequence.physical_len)
         assert torch.allclose(got, expected, rtol=1e-5, atol=1e-6), (name, sequence)
 
     def collect(self) -> None:

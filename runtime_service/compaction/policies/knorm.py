@@ -33,10 +33,10 @@ class KNorm:
                 shared = torch.stack(norms_LHT).mean(dim=0)
             case RowMode.PER_LAYER_HEAD:
                 shared = torch.cat(norms_LHT)
-        return -shared.numpy()
+        return -shared.cpu().numpy()
 
     @staticmethod
     def _relative_norms(keys_HTD: torch.Tensor) -> torch.Tensor:
-        norms_HT = keys_HTD.float().norm(dim=-1)
+        norms_HT = torch.linalg.vector_norm(keys_HTD, dim=-1, dtype=torch.float32)
         relative_HT: torch.Tensor = norms_HT / norms_HT.mean(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-        return relative_HT.cpu()
+        return relative_HT

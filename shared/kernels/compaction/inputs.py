@@ -93,12 +93,13 @@ class RoundInputs:
         for index, request in enumerate(requests):
             self._check(index, request)
         keeps = [request.kept.shape[1] for request in requests]
-        kept = np.zeros((len(requests), self.kept.shape[1], max(keeps, default=0)), dtype=np.int32)
+        # As wide as the tensor: torch copies a narrower block through a temporary on the device.
+        kept = np.zeros((len(requests), *self.kept.shape[1:]), dtype=np.int32)
         for row, request in zip(kept, requests, strict=True):
             row[:, : request.kept.shape[1]] = request.kept
         moves = [keep + request.tail for keep, request in zip(keeps, requests, strict=True)]
         offsets = np.cumsum([0, *moves, *[0] * (self.batch - len(requests))], dtype=np.int64)
-        upload(kept, self.kept[: kept.shape[0], :, : kept.shape[2]])
+        upload(kept, self.kept[: len(requests)])
         upload(offsets.astype(np.int32), self.move_offsets)
         for name in ("tail", "draft_tail", "base", "valid_len"):
             values = np.asarray([getattr(request, name) for request in requests], dtype=np.int32)

@@ -142,7 +142,7 @@ def test_a_page_without_a_hole_is_not_copied() -> None:
 
 KEPT = [0, 1, 5, 9, 10]
 LIES = {
-    "reversed": ({"order": rows([0, 1, 5, 10, 9])}, "ordered moves must keep the order"),
+    "reversed": ({"order": rows([0, 1, 5, 10, 9])}, "ordered: what moves must be what is kept, once each"),
     "repeated": ({"order": rows([0, 1, 5, 5, 9])}, "must be what is kept, once each"),
     "beyond": ({"kept": rows([0, 1, 5, 9, 11])}, r"in 0\.\.11, got 0\.\.11"),
     "lost": ({"order": rows([0, 1, 5, 9])}, "must be what is kept, once each"),

@@ -224,7 +224,7 @@ def test_a_plan_outside_the_movers_contract_moves_nothing(monkeypatch: pytest.Mo
         return replace(plan, order=plan.order[:, ::-1])
 
     monkeypatch.setattr(round_module, "plan_round", lie)
-    with pytest.raises(ValueError, match="ordered moves must keep the order"):
+    with pytest.raises(ValueError, match="ordered: what moves must be what is kept"):
         memory.compactor.run([sequence])
     assert all(torch.equal(memory.pool.by_page(layer), old) for layer, old in enumerate(before))
     assert (sequence.physical_len, memory.allocator.num_used) == (11, 3)

@@ -51,7 +51,7 @@ def test_keys_come_in_ordinal_order(spec: KVCacheSpec) -> None:
     pages = [PageId(5), PageId(2), PageId(4)][: spec.pages_for(10)]
     table = PageTable(pages, spec.page_size)
     for layer, group in spec.iter_layers():
-        keys = pool.keys(layer, pages, length=10)
+        keys = pool.keys(layer, pool.page_index(pages, length=10), length=10)
         assert keys.shape == (group.kv_heads, 10, group.head_dim)
         for ordinal in range(10):
             page, offset = table.locate(Ordinal(ordinal))
