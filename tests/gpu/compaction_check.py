@@ -145,7 +145,7 @@ def check_changing_rounds(device: torch.device) -> Iterator[Outcome]:
             )
             rig, reference = Rig(case, device), Rig(case, torch.device("cpu"))
             params, specified = rig.build(Mover.TRITON, tuning=tuning), reference.build(Mover.REFERENCE)
-            for attempt in range(4):
+            for attempt in range(4 if device.type == "cuda" else 2):
                 stage_random(rng, rig, reference)
                 compact(params, rig.inputs.batch)
                 compact(specified, rig.inputs.batch)

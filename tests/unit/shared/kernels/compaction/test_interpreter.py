@@ -24,9 +24,12 @@ def run_module(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("only", ["seed exact bytes and tail, per_layer_head", "waits", "value", "tail longer than the eviction"])
+@pytest.mark.parametrize(
+    "only", ["seed exact bytes and tail, per_layer_head", "waits", "value", "changing", "far", "tail longer than the eviction"]
+)
 def test_catalogued_rounds(only: str) -> None:
-    """Both ways to share out ordered lists, hole filling, scrubbing, what tiles wait for, the value check. There is more in it."""
+    """Both ways to share out ordered lists, hole filling, scrubbing, what tiles wait for, the value check, rounds that change under
+    one set of params, offsets past 2^31. There is more in it."""
     assert "0 of" in run_module("tests.gpu.compaction_check", "--device", "cpu", "--only", only)
 
 
