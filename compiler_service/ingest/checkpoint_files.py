@@ -12,6 +12,8 @@ from shared.errors import SourceInvalid, UnsafeSource
 CONFIG, TOKENIZER, GENERATION = "config.json", "tokenizer.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_JSON_BYTES = 64 << 20
+MAX_INDEX_BYTES = 8 << 20
+"""The service itself reads the index; one of a thousand shards takes a tenth of that."""
 
 
 def source_files(source: Source) -> tuple[Path, ...]:
@@ -55,7 +57,7 @@ def weight_names(source: Source) -> list[str]:
 
 def weight_map_of(index: Path) -> dict[str, str]:
     """Tensor -> shard as the index of a sharded checkpoint states it, shard names checked to be plain."""
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceInvalid(f"{index.name} must hold a weight_map")
     for shard in weight_map.values():
@@ -64,12 +66,12 @@ def weight_map_of(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; SourceInvalid where there is none."""
+def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in `path`; SourceInvalid where there is none, or one of more than `most_bytes`."""
     if not path.is_file():
         raise SourceInvalid(f"the checkpoint has no {path.name}")
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise SourceInvalid(f"{path.name} must be at most {MAX_JSON_BYTES} bytes; it is {path.stat().st_size}")
+    if path.stat().st_size > most_bytes:
+        raise SourceInvalid(f"{path.name} must be at most {most_bytes} bytes; it is {path.stat().st_size}")
     try:
         fields = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -60,9 +60,13 @@ def _find(text: str, roots: tuple[Path, ...] | None) -> Path:
             raise FieldOutOfRange(f"source must not contain '..'; got {text[:200]!r}", field="source")
         candidates = [named] if named.is_absolute() else [root / named for root in roots]
     for candidate in candidates:
-        path = _confine(candidate.resolve(), roots, named=text)
-        if path.exists():
-            return path
+        try:
+            path = _confine(candidate.resolve(), roots, named=text)
+            if path.exists():
+                return path
+        # Names longer than the file system takes, and links that lead back to themselves (a RuntimeError until Python 3.13).
+        except (OSError, RuntimeError) as error:
+            raise FieldOutOfRange(f"source must be a path this host can follow; {text[:200]!r}: {error}", field="source") from error
     raise ModelNotFound(f"no file or directory {text[:200]!r} on the compiler's host", field="source")
 
 

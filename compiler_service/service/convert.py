@@ -19,6 +19,8 @@ from shared.profiles import OptimizationProfile, Range
 from shared.rpc.status import code_of, error_class
 
 DEFAULT_PAGE_SIZE = 16
+MAX_LISTED = 64
+"""Profiles, and targets, of one spec."""
 _PROFILE_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _Word = TypeVar("_Word")
 
@@ -45,6 +47,9 @@ def spec_from(message: compiler_pb2.CompileSpec) -> CompileSpec:
     backend = _word(_BACKENDS, message.backend, "spec.backend")
     layout = _word(_LAYOUTS, message.layout, "spec.layout")
     default_page = message.max_len if layout is Layout.LINEAR else DEFAULT_PAGE_SIZE
+    for field in ("profiles", "targets"):
+        if (count := len(getattr(message, field))) > MAX_LISTED:
+            raise FieldOutOfRange(f"spec.{field} must hold at most {MAX_LISTED} entries; got {count}", field=f"spec.{field}")
     return CompileSpec(
         source=message.source,
         backend=backend,
