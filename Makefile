@@ -10,7 +10,7 @@ PROTOS := $(wildcard proto/quire/v1/*.proto)
 export GOMP_SPINCOUNT ?= 1000
 export OMP_WAIT_POLICY ?= active
 
-.PHONY: help setup demo test check lint types arch proto manifests bench-cpu families tensorrt bench-tensorrt bench-compaction prove-fuzz compaction-fuzz compaction-soak serve-fuzz
+.PHONY: help setup demo test check lint types arch proto manifests bench-cpu families tensorrt bench-tensorrt bench-compaction prove-fuzz compaction-fuzz compaction-soak load-soak serve-fuzz
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-18s %s\n", $$1, $$2}'
@@ -80,3 +80,6 @@ compaction-soak: setup ## 10,000 rounds while requests fork, are preempted and a
 
 serve-fuzz: setup ## 1,000 random interleavings of the real serving loop
 	QUIRE_INTERLEAVINGS=1000 $(BIN)/pytest tests/property/runtime_service/test_serving_machine.py --timeout 14400
+
+load-soak: setup ## 500 streams over gRPC, twice: clients vanish, stall, err; a drain in the middle; nothing is left behind
+	QUIRE_STREAMS=500 $(BIN)/pytest tests/contract/runtime/test_load.py -s --timeout 1800

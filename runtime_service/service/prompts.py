@@ -48,8 +48,11 @@ class PromptEncoder:
                 raise FieldOutOfRange("a request needs a prompt: text or token_ids; got neither", field="prompt")
 
     def _tokenise(self, text: str) -> tuple[int, ...]:
-        # The batch call gives the interpreter lock back while it works and skips offsets nobody needs.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        try:
+            # The batch call gives the interpreter lock back while it works and skips offsets nobody needs.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise FieldOutOfRange(f"text must be what this model's tokenizer can encode; it says: {error}", field="text") from error
         ids = tuple(encoding.ids)
         return ids if ids[: len(self._start_ids)] == self._start_ids else self._start_ids + ids
 

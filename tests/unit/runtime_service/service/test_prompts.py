@@ -7,6 +7,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from runtime_service.service.prompts import PromptEncoder, PromptLimits
 from shared.errors import FieldOutOfRange
@@ -30,6 +32,12 @@ def encode(executor):
         return asyncio.run(encoder.encode(request))
 
     return run
+
+
+def test_text_a_tokenizer_has_no_tokens_for_is_refused(encode):
+    with pytest.raises(FieldOutOfRange, match="can encode") as error:
+        encode(GenerateRequest(text="unheard"), Tokenizer(WordLevel({"word": 0}, unk_token="nothing")))
+    assert error.value.field == "text"
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level_tokenizer(), byte_fallback_tokenizer()], ids=["byte level", "byte fallback"])
