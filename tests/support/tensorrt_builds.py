@@ -49,8 +49,9 @@ def copying_summary(directory: Path) -> dict[str, Any]:
     """A program with one write that is a run and one that is not."""
     lowered = lower_program(strided_program(), allow_copying=True)
     directory.mkdir()
-    manifest = build(lowered, tiny_config("llama"), directory)
+    manifest = build(lowered, tiny_config("llama"), directory, capabilities=("sm80", "sm89", "sm120"))
     return {
+        "targets": manifest.target.compute_capabilities,
         "aliases": [alias.input for alias in manifest.aliases],
         "roles": {binding.name: binding.role for binding in manifest.bindings},
         "certificates": {c.cache: (c.aliased, c.reason) for c in manifest.proof},

@@ -58,10 +58,16 @@ def lower_program(exported: DecoderProgram, *, allow_copying: bool = False) -> L
     return Lowered(exported, backend(exported.cache.layout).place_caches(linear, report), report)
 
 
-def build(lowered: Lowered, config: PreTrainedConfig, directory: Path, progress: list[float] | None = None) -> EngineManifest:
+def build(
+    lowered: Lowered,
+    config: PreTrainedConfig,
+    directory: Path,
+    progress: list[float] | None = None,
+    capabilities: tuple[str, ...] = ("sm80",),
+) -> EngineManifest:
     """Build into `directory`, with a manifest beside the plan. Fractions done are appended to `progress`."""
     done = [] if progress is None else progress
-    builder = replace(BACKEND, allow_copying=not lowered.report.ok)
+    builder = TensorRTBackend.for_targets(Flavour.RTX, capabilities, allow_copying=not lowered.report.ok)
     built = builder.build(lowered.program, lowered.report, directory, lambda fraction, _: done.append(fraction))
     manifest = EngineManifest(
         schema_version=SCHEMA_VERSION,

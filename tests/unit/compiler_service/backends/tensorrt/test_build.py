@@ -102,6 +102,10 @@ def test_a_write_without_a_proof_copies_if_the_caller_allows_it(built: dict[str,
     assert "v_cache.0 without a proof" in strided["refused"]
 
 
+def test_one_plan_serves_several_targets(built: dict[str, Any]) -> None:
+    assert built["strided"]["targets"] == ["sm80", "sm89", "sm120"]
+
+
 def test_progress_only_moves_on(built: dict[str, Any]) -> None:
     progress = built["llama"]["progress"]
     assert progress == sorted(progress)
