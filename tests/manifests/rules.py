@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from compiler_service.config import CompilerSettings
+from runtime_service.config import RuntimeSettings
+
 HEADROOM_S = 10
 """Seconds between the end of the drain and the kill: time to say goodbye."""
 
@@ -176,6 +179,18 @@ def encryption(documents: list[dict]) -> list[str]:
     return found
 
 
+def settings(documents: list[dict]) -> list[str]:
+    """A variable that no setting reads would be ignored without a word."""
+    known = {"QUIRE_COMPILER_": CompilerSettings, "QUIRE_RUNTIME_": RuntimeSettings}
+    variables = [(where, e["name"]) for where, _, container in containers(documents) for e in container.get("env", ())]
+    return [
+        f"{where} sets {variable}, which nothing reads"
+        for where, variable in variables
+        for prefix, model in known.items()
+        if variable.startswith(prefix) and variable.removeprefix(prefix).lower() not in model.model_fields
+    ]
+
+
 EVERYWHERE = (
     probes,
     probe_services,
@@ -186,5 +201,6 @@ EVERYWHERE = (
     no_surge_on_gpus,
     disruption_budgets,
     selectors,
+    settings,
 )
 PRODUCTION = (network, encryption)

@@ -169,6 +169,10 @@ MUTATIONS = {
         lambda d: next(s for s in d if s["kind"] == "Service")["spec"]["selector"].update({"app.kubernetes.io/name": "other"}),
     ),
     "plaintext": (rules.encryption, without_environment(RUNTIME, "QUIRE_RUNTIME_TLS_CERTIFICATE")),
+    "a variable that is misspelt": (
+        rules.settings,
+        lambda d: container_of(RUNTIME)(d)["env"].append({"name": "QUIRE_RUNTIME_METRIC_ADDRESS", "value": "0.0.0.0:1"}),
+    ),
     "no tokens": (rules.encryption, without_environment(COMPILER, "QUIRE_COMPILER_TOKENS")),
 }
 
