@@ -6,6 +6,7 @@ expected. Times are the server's clock, so that hosts need not agree on theirs.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -229,8 +230,16 @@ def _history(change: Change) -> list[str | bytes]:
 
 
 async def _reply(call: Awaitable[Any] | Any) -> Any:
-    """redis-py types every command for its blocking and its awaitable client at once; here it is always the latter."""
-    return await cast("Awaitable[Any]", call)
+    """The reply to a command, which redis-py types for its blocking and its awaitable client at once; here it is the latter.
+
+    NOTE redis-py sends inside `asyncio.wait_for`, which on Python 3.11 swallows a cancellation that arrives as it ends: the task
+    would never hear of it and go on for ever.
+    """
+    reply = await cast("Awaitable[Any]", call)
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+    return reply
 
 
 @contextmanager

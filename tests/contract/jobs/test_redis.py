@@ -276,3 +276,22 @@ async def test_times_are_the_servers(redis_server: RedisServer, server: Any) -> 
     after = server.time()
     assert before[0] + before[1] / 1e6 <= job.created_s <= after[0] + after[1] / 1e6
     await queue.close()
+
+
+async def test_a_cancelled_task_ends_whenever_the_cancellation_comes(backend: Backend) -> None:
+    """`asyncio.wait_for` of Python 3.11, which redis-py sends with, swallows some; a worker's heartbeat then never ended."""
+    queue = await backend.open(real_time=True)
+    await submit(queue)
+    token = (await claim(queue)).token
+
+    async def beat() -> None:
+        while True:
+            await queue.heartbeat(token)
+
+    for turn in range(300):
+        task = asyncio.create_task(beat())
+        for _ in range(turn % 60):  # so many turns of the loop into it
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(asyncio.shield(task), 5.0)
