@@ -41,11 +41,12 @@ def open_store(location: StoreLocation, *, trusted_keys: Sequence[Path] = ()) ->
         from obstore.store import S3Store  # an extra: one host needs no bucket
 
         from shared.artifacts.bucket import Bucket
+        from shared.artifacts.host_cache import HostCache
         from shared.artifacts.object import ObjectStore
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"an s3:// store needs the extra 's3' (pip install 'quire[s3]'): {error}") from error
     bucket = Bucket(S3Store.from_url(location.place, retry_config=_RETRIES))
-    return ObjectStore(bucket, LocalStore(Path(location.cache)), cache_bytes=location.cache_bytes, verifier=verifier)
+    return ObjectStore(bucket, HostCache(LocalStore(Path(location.cache)), location.cache_bytes), verifier=verifier)
 
 
 def _verifier(trusted_keys: Sequence[Path]) -> ManifestVerifier | None:

@@ -24,36 +24,33 @@ import structlog
 from shared.artifacts.bucket import Bucket, Item
 from shared.artifacts.collection import choose_removals
 from shared.artifacts.files import check_files
+from shared.artifacts.host_cache import HostCache
 from shared.artifacts.lease import LEASE_TTL_S, Lease
-from shared.artifacts.local import STALE_STAGING_S, LocalStore
+from shared.artifacts.local import STALE_STAGING_S
 from shared.artifacts.record import MANIFEST_NAME, SIGNATURE_NAME, ManifestHead, is_artifact_id, read_head, seal, unseal
 from shared.artifacts.store import UNREADABLE, ArtifactHandle, ArtifactInfo, GCReport, ManifestVerifier, check_unused, not_found
 from shared.errors import ArtifactCorrupt, ArtifactNotFound, InUse, StoreUnavailable
 from shared.ids import ArtifactId, check_artifact_id, new_id
 from shared.manifest import FileEntry
 
-_CACHE_ATTEMPTS = 4
 _log = structlog.get_logger(__name__)
 
 
 class ObjectStore:
-    """ArtifactStore in `bucket`. `cache` is this host's, without a verifier of its own, and keeps at most `cache_bytes` beside
-    what is open; `verifier` as in LocalStore."""
+    """ArtifactStore in `bucket`. `cache` is this host's, without a verifier of its own; `verifier` as in LocalStore."""
 
     def __init__(
         self,
         bucket: Bucket,
-        cache: LocalStore,
+        cache: HostCache,
         *,
-        cache_bytes: int,
         verifier: ManifestVerifier | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._bucket, self._cache, self._cache_bytes = bucket, cache, cache_bytes
-        self._verifier, self._clock = verifier, clock
+        self._bucket, self._cache, self._verifier, self._clock = bucket, cache, verifier, clock
 
     def stage(self) -> AbstractContextManager[Path]:
-        return self._cache.stage()
+        return self._cache.store.stage()
 
     def publish(self, artifact_id: str, staged: Path, manifest: bytes) -> bool:
         path = _manifest_path(artifact_id)
@@ -72,7 +69,7 @@ class ObjectStore:
         lease = self._lease(artifact_id)
         try:
             manifest, head = self._trusted_manifest(artifact_id)
-            cached = self._cached(manifest, head)
+            cached = self._cache.open(manifest, head, self._content)
             self._put_time(f"{artifact_id}/used", self._clock())
         except BaseException:
             lease.close()
@@ -174,43 +171,6 @@ class ObjectStore:
             _log.warning("a damaged artifact is replaced by the one being published", artifact_id=artifact_id, error=error.message)
             return True
         return False
-
-    def _cached(self, manifest: bytes, head: ManifestHead) -> ArtifactHandle:
-        """A verified local copy of exactly this manifest; a damaged copy, or one of another manifest, is made anew.
-
-        Other processes of this host fill the same cache: one may publish, or collect, what this one is about to.
-        """
-        for _ in range(_CACHE_ATTEMPTS):
-            try:
-                handle = self._cache.open(head.artifact_id)
-            except (ArtifactNotFound, ArtifactCorrupt) as error:
-                _log.info("artifact fetched", artifact_id=head.artifact_id, cause=error.reason)
-                self._fetch(manifest, head)
-                continue
-            if handle.manifest_bytes == manifest:
-                return handle
-            handle.close()
-            self._cache.discard(head.artifact_id)
-        raise StoreUnavailable(
-            f"the artifact cache lost {head.artifact_id} {_CACHE_ATTEMPTS} times while it was opened; is it full?"
-        )
-
-    def _fetch(self, manifest: bytes, head: ManifestHead) -> None:
-        """Make room, then copy the artifact into the cache, in place of a damaged copy."""
-        self._cache.gc(max_bytes=max(0, self._cache_bytes - head.size_bytes))
-        with self._cache.stage() as staged:
-            for entry in head.files:
-                self._download(head, entry, staged / entry.path)
-            self._cache.publish(head.artifact_id, staged, manifest)
-
-    def _download(self, head: ManifestHead, entry: FileEntry, target: Path) -> None:
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("wb") as file:
-                for chunk in self._content(head, entry):
-                    file.write(chunk)
-        except OSError as error:
-            raise StoreUnavailable(f"the artifact cache failed: {error}") from error
 
     # Listing and removing
 

@@ -15,6 +15,7 @@ from obstore.store import S3Store
 
 from shared.artifacts.bucket import Bucket
 from shared.artifacts.files import describe_files
+from shared.artifacts.host_cache import HostCache
 from shared.artifacts.local import LocalStore
 from shared.artifacts.object import ObjectStore
 from shared.artifacts.record import MANIFEST_NAME, read_head, unseal
@@ -117,8 +118,8 @@ class S3Backend:
 
     def open(self, verifier: ManifestVerifier | None = None) -> ObjectStore:
         cache = self.caches / str(len(list(self.caches.iterdir())) if self.caches.exists() else 0)
-        host = LocalStore(cache, clock=self.clock)
-        return ObjectStore(self.bucket, host, cache_bytes=self.cache_bytes, verifier=verifier, clock=self.clock)
+        host = HostCache(LocalStore(cache, clock=self.clock), self.cache_bytes)
+        return ObjectStore(self.bucket, host, verifier=verifier, clock=self.clock)
 
     def damage(self, artifact_id: str, name: str, change: Damage) -> None:
         path = f"{artifact_id}/{name}"
@@ -152,6 +153,12 @@ def s3_store(url: str, prefix: str) -> S3Store:
         client_options={"allow_http": True},
         retry_config={"max_retries": 0},
     )
+
+
+def s3_environment(url: str) -> dict[str, str]:
+    """What makes `s3://BUCKET/...` the bucket of the server at `url`, for this process or one it starts."""
+    names = ("ENDPOINT_URL", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "REGION", "ALLOW_HTTP")
+    return {f"AWS_{name}": value for name, value in zip(names, (url, "test", "test", "us-east-1", "true"), strict=True)}
 
 
 @contextmanager

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import chain, combinations
 from pathlib import Path
 
 import pytest
 
 from shared.artifacts.files import describe_files
+from shared.artifacts.local import LocalStore
 from shared.artifacts.record import MANIFEST_NAME, seal
 from shared.artifacts.store import UNREADABLE, ArtifactStore
 from shared.errors import ArtifactCorrupt, ArtifactNotFound
@@ -47,6 +50,43 @@ def test_a_damaged_file_is_never_loaded(backend: Backend, file: str, damage: Dam
     assert_refused(backend.open(), file)
 
 
+def test_every_byte_of_a_file_and_every_length_counts(backend: Backend) -> None:
+    """One flip a byte (to a digest all changes are alike), and every truncation."""
+    store, content = backend.open(), FILES["engine.bin"][:64]
+    publish(store, files={"engine.bin": content})
+    step = 1 if isinstance(store, LocalStore) else 13  # every one where it is cheap
+    damages = [flip(position) for position in range(0, len(content), step)]
+    damages += [partial(cut, length) for length in range(0, len(content), step)]
+    for damage in damages:
+        backend.damage(A, "engine.bin", damage)
+        with pytest.raises(ArtifactCorrupt) as caught:
+            store.verify(A)
+        assert caught.value.details["file"] == "engine.bin"
+        backend.damage(A, "engine.bin", lambda _: content)
+    assert contents(store) == {"engine.bin": content}
+
+
+def cut(length: int, content: bytes) -> bytes:
+    return content[:length]
+
+
+def test_whatever_part_of_a_publication_is_there_it_is_whole_or_refused(backend: Backend) -> None:
+    """Every set of objects that a publication in some other order could have left, a reader that comes then included."""
+    names = [*FILES, MANIFEST_NAME]  # a file is found through the manifest: that goes last
+    for number, missing in enumerate(chain.from_iterable(combinations(names, size) for size in range(len(names) + 1))):
+        artifact_id = f"{number:064x}"
+        publish(backend.open(), artifact_id)
+        for name in missing:
+            backend.damage(artifact_id, name, lambda _: None)
+        if not missing:
+            assert contents(backend.open(), artifact_id) == FILES
+            continue
+        expected = ArtifactNotFound if MANIFEST_NAME in missing else ArtifactCorrupt
+        with pytest.raises(expected) as caught:
+            backend.open().open(artifact_id)
+        assert expected is ArtifactNotFound or caught.value.details["file"] in missing
+
+
 def test_a_file_that_should_be_empty_is_checked_too(backend: Backend) -> None:
     publish(backend.open())
     backend.damage(A, "empty", lambda _: b"x")
@@ -57,7 +97,7 @@ def test_every_single_byte_of_the_manifest_counts(backend: Backend) -> None:
     store = backend.open()
     publish(store, files={"f": b"x"})
     original = seal(store.manifest(A))
-    step = 1 if type(store).__name__ == "LocalStore" else 23  # every byte where it is cheap
+    step = 1 if isinstance(store, LocalStore) else 23  # every byte where it is cheap
     for position in range(0, len(original), step):
         backend.damage(A, MANIFEST_NAME, flip(position))
         with pytest.raises(ArtifactCorrupt):

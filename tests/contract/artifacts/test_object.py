@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from shared.artifacts.host_cache import Content, HostCache
 from shared.artifacts.local import STALE_STAGING_S
 from shared.artifacts.locate import StoreLocation, open_store
 from shared.artifacts.object import ObjectStore
 from shared.artifacts.record import MANIFEST_NAME, ManifestHead
 from shared.artifacts.store import ArtifactInfo
 from shared.errors import ArtifactCorrupt, ArtifactNotFound, BackendUnavailable, FieldOutOfRange, InUse, StoreUnavailable
-from tests.support.artifact_stores import BUCKET, FILES, A, B, S3Backend, contents, publish
+from tests.support.artifact_stores import BUCKET, FILES, A, B, S3Backend, contents, publish, s3_environment
 
 
 def test_the_manifest_is_put_last(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,21 +119,21 @@ def test_the_cache_is_bounded(s3: S3Backend) -> None:
     for number in range(3):
         contents(host, f"{number:064x}")
         s3.clock.advance(10)
-    assert len(host._cache.list()) == 1
+    assert len(host._cache.store.list()) == 1
 
 
 def test_two_processes_that_fill_one_cache_both_open(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other process publishes its copy while this one still downloads; neither takes the other's away."""
     publish(s3.open())
     host = s3.open()
-    twin = ObjectStore(s3.bucket, host._cache, cache_bytes=s3.cache_bytes, clock=s3.clock)
-    fetch, opened = host._fetch, []
+    twin = ObjectStore(s3.bucket, HostCache(host._cache.store, s3.cache_bytes), clock=s3.clock)
+    fetch, opened = host._cache._fetch, []
 
-    def fetch_late(manifest: bytes, head: ManifestHead) -> None:
+    def fetch_late(manifest: bytes, head: ManifestHead, content: Content) -> None:
         opened.append(twin.open(A))
-        fetch(manifest, head)
+        fetch(manifest, head, content)
 
-    monkeypatch.setattr(host, "_fetch", fetch_late)
+    monkeypatch.setattr(host._cache, "_fetch", fetch_late)
     assert contents(host) == FILES
     assert {name: path.read_bytes() for name, path in opened[0].paths.items()} == FILES
     opened[0].close()
@@ -235,15 +236,8 @@ def test_a_bucket_that_does_not_answer_is_a_typed_error(s3: S3Backend) -> None:
 
 
 def test_an_s3_url_is_a_bucket(s3_url: str, s3: S3Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {
-        "ENDPOINT_URL": s3_url,
-        "ACCESS_KEY_ID": "k",
-        "SECRET_ACCESS_KEY": "s",
-        "REGION": "us-east-1",
-        "ALLOW_HTTP": "true",
-    }
-    for name, value in variables.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
+    for name, value in s3_environment(s3_url).items():
+        monkeypatch.setenv(name, value)
     store = open_store(StoreLocation(f"s3://{BUCKET}/{s3.prefix}", str(tmp_path / "cache"), 1 << 30))
     assert publish(store)
     assert contents(s3.open()) == FILES
