@@ -22,9 +22,10 @@ from compiler_service.ingest.source import Source, SourceKind
 from compiler_service.ingest.wheel import extract_gguf
 from shared.artifacts.key import ArtifactKey
 from shared.artifacts.store import ArtifactStore
-from shared.errors import ArtifactCorrupt, ArtifactNotFound
+from shared.errors import ArtifactCorrupt, ArtifactNotFound, StoreUnavailable
 from shared.manifest import encode_manifest
 
+_OPEN_ATTEMPTS = 3
 CONVERTER_VERSION = 1
 """Raised when the same source would give other bytes."""
 
@@ -35,23 +36,29 @@ def ingest(
 ) -> Iterator[tuple[IngestedModel, bool]]:
     """The component of `source` in `dtype`, held until the context ends, and whether it was in the store already.
 
-    Raises what the checks of the source raise; nothing is published then. A damaged component is made again.
+    Raises what the checks of the source raise; nothing is published then. A damaged component is made again, and so is one that a
+    garbage collection removed before it could be held; StoreUnavailable when that goes on.
     """
     files = source_files(source)
     before = fingerprint(files)
     progress(0.0, "digest of the source")
     model_id = _key(digests.digest(files), dtype).artifact_id
     with ExitStack() as held:
-        try:
-            model, reused = held.enter_context(open_model(store, model_id)), True
-        except (ArtifactNotFound, ArtifactCorrupt):
-            with store.stage() as directory, open_source(source) as opened:
-                if isinstance(opened, ProgramModel):
-                    opened.require_dtype(dtype)
-                manifest = write_component(opened, dtype, model_id, directory, progress)
-                check_unchanged(files, before)
-                store.publish(model_id, directory, encode_manifest(manifest))
-            model, reused = held.enter_context(open_model(store, model_id)), False
+        reused = True
+        for _ in range(_OPEN_ATTEMPTS):
+            try:
+                model = held.enter_context(open_model(store, model_id))
+                break
+            except (ArtifactNotFound, ArtifactCorrupt):
+                reused = False
+                with store.stage() as directory, open_source(source) as opened:
+                    if isinstance(opened, ProgramModel):
+                        opened.require_dtype(dtype)
+                    manifest = write_component(opened, dtype, model_id, directory, progress)
+                    check_unchanged(files, before)
+                    store.publish(model_id, directory, encode_manifest(manifest))
+        else:
+            raise StoreUnavailable(f"the model's component {model_id} was removed {_OPEN_ATTEMPTS} times before it could be used")
         yield model, reused
 
 

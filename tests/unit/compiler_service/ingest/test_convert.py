@@ -14,7 +14,7 @@ from compiler_service.ingest.convert import ingest
 from compiler_service.ingest.digest import DigestCache
 from compiler_service.ingest.source import locate
 from shared.artifacts.local import LocalStore
-from shared.errors import SourceInvalid
+from shared.errors import SourceInvalid, StoreUnavailable
 from shared.manifest import decode_model_manifest
 from tests.support.decoders import FAMILIES
 from tests.support.sources import EOS_ID, VOCAB, edit_json, write_checkpoint, write_gguf
@@ -121,6 +121,26 @@ def test_a_damaged_component_is_made_again(tmp_path, store, digests):
     again = run(tmp_path / "hf", store, digests)
     assert (again[0], again[1]) == (artifact_id, False)
     assert all(torch.equal(again[2][name], values) for name, values in wanted.items())
+
+
+@pytest.mark.parametrize("collections", [1, 3])
+def test_a_component_that_is_collected_before_it_is_held_is_made_again(tmp_path, store, digests, monkeypatch, collections):
+    """A garbage collection with no room at all, right between publication and use."""
+    write_checkpoint(tmp_path / "m")
+    publish, left = store.publish, iter(range(collections))
+
+    def publish_then_collect(*args):
+        publish(*args)
+        if next(left, None) is not None:
+            assert len(store.gc(max_bytes=0).removed) == 1
+
+    monkeypatch.setattr(store, "publish", publish_then_collect)
+    if collections < 3:
+        model_id, reused, *_ = run(tmp_path / "m", store, digests)
+        assert (store.contains(model_id), reused) == (True, False)
+    else:
+        with pytest.raises(StoreUnavailable, match="3 times"):
+            run(tmp_path / "m", store, digests)
 
 
 def test_a_source_that_changes_meanwhile_is_not_published(tmp_path, store, digests):
