@@ -10,7 +10,7 @@ PROTOS := $(wildcard proto/quire/v1/*.proto)
 export GOMP_SPINCOUNT ?= 1000
 export OMP_WAIT_POLICY ?= active
 
-.PHONY: help setup demo test check lint types arch proto manifests bench-cpu families tensorrt bench-tensorrt bench-compaction prove-fuzz compaction-fuzz compaction-soak load-soak serve-fuzz
+.PHONY: help setup demo test check lint types arch proto manifests bench-cpu families tensorrt bench-tensorrt bench-compaction prove-fuzz compaction-fuzz compaction-soak load-soak serve-fuzz soak
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-18s %s\n", $$1, $$2}'
@@ -77,6 +77,9 @@ bench-compaction: setup ## the movers beside a copy: on the GPU if there is one,
 
 compaction-soak: setup ## 10,000 rounds while requests fork, are preempted and are cancelled
 	$(BIN)/python -m tests.property.compaction_soak --rounds 10000
+
+soak: load-soak ## load-soak, then 200 rounds of kill -9 of compilers, workers, builds and redis-server
+	QUIRE_KILL_ROUNDS=200 $(BIN)/pytest tests/contract/jobs/test_kills.py tests/contract/compiler/test_kills.py
 
 serve-fuzz: setup ## 1,000 random interleavings of the real serving loop
 	QUIRE_INTERLEAVINGS=1000 $(BIN)/pytest tests/property/runtime_service/test_serving_machine.py --timeout 14400

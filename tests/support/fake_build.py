@@ -3,21 +3,29 @@
 report: [[stage, fraction, message], ...]       end: built, failed, retryable, crash, exit, hang, garbage, silence
 crash_until: attempts that crash first (counted in `counter`)      megabytes: hold so much memory
 children: paths of pid files, one stubborn child each              ask: ask to publish; `published` is touched once allowed
+components: the key it would have        gate: a directory; waits there for a file named after the spec's max_len
+publish: publishes `size` random bytes under the spec's digest, unless that is there already, and adds a line to `log`; takes up to
+`pause` seconds before and again within the publication
 """
 
+import hashlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from compiler_service.worker.channel import Channel
-from compiler_service.worker.protocol import Built, Explained, Failed, Keyed, Verb
+from compiler_service.worker.protocol import Built, Explained, Failed, Keyed, Request, Verb
+from shared.artifacts.files import describe_files
+from shared.artifacts.locate import open_store
 from shared.errors import SourceInvalid, StoreUnavailable
 from shared.jobs.job import JobError
-from shared.manifest import WriteCertificate
+from shared.manifest import WriteCertificate, canonical_json
 
 STUBBORN = """
 import os, signal, sys, time
@@ -69,6 +77,12 @@ def main() -> None:
     if plan.get("ask"):
         channel.wait_for_permission()
         Path(plan["published"]).touch()
+    if "gate" in plan:
+        while not Path(plan["gate"], str(json.loads(request.spec)["max_len"])).exists():
+            time.sleep(0.02)
+    if "publish" in plan:
+        channel.send(publish(request, channel, **plan["publish"]))
+        return
     if request.verb is Verb.EXPLAIN and plan["end"] == "built":
         channel.send(Explained((CERTIFICATE,)))
         return
@@ -93,6 +107,27 @@ def main() -> None:
             os.write(channel._reports.fileno(), b'{"kind": "progress"}\n')
             time.sleep(600)
     del held, children
+
+
+def publish(request: Request, channel: Channel, size: int, log: str, pause: float) -> Built:
+    """What a real build does with the store, and in that order."""
+    artifact_id = hashlib.sha256(request.spec.encode()).hexdigest()
+    store = open_store(request.store)
+    if store.contains(artifact_id):
+        return Built(artifact_id, reused=True)
+    channel.progress("build", 0.0, artifact_id)
+    time.sleep(random.random() * pause)
+    with store.stage() as staged:
+        (staged / "engine.bin").write_bytes(os.urandom(size))  # no two builds give the same bytes
+        manifest = {"artifact_id": artifact_id, "kind": "model", "files": [asdict(entry) for entry in describe_files(staged)]}
+        channel.wait_for_permission()
+        channel.progress("publish", 0.0, artifact_id)
+        time.sleep(random.random() * pause)
+        published = store.publish(artifact_id, staged, canonical_json(manifest))
+    if published:
+        with Path(log).open("a") as lines:
+            lines.write(f"{artifact_id}\n")
+    return Built(artifact_id, reused=not published)
 
 
 if __name__ == "__main__":
