@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pydantic import ValidationError
+
 from compiler_service.config import CompilerSettings
 from runtime_service.config import RuntimeSettings
 
@@ -180,15 +182,32 @@ def encryption(documents: list[dict]) -> list[str]:
 
 
 def settings(documents: list[dict]) -> list[str]:
-    """A variable that no setting reads would be ignored without a word."""
-    known = {"QUIRE_COMPILER_": CompilerSettings, "QUIRE_RUNTIME_": RuntimeSettings}
-    variables = [(where, e["name"]) for where, _, container in containers(documents) for e in container.get("env", ())]
-    return [
-        f"{where} sets {variable}, which nothing reads"
-        for where, variable in variables
-        for prefix, model in known.items()
-        if variable.startswith(prefix) and variable.removeprefix(prefix).lower() not in model.model_fields
-    ]
+    """Every variable of ours is a setting its service reads (another would be ignored without a word), with a value it accepts."""
+    found = []
+    for where, _, container in containers(documents):
+        for prefix, model in (("QUIRE_COMPILER_", CompilerSettings), ("QUIRE_RUNTIME_", RuntimeSettings)):
+            values = {k.removeprefix(prefix).lower(): v for k, v in environment(container).items() if k.startswith(prefix)}
+            unread = sorted(values.keys() - model.model_fields.keys())
+            found += [f"{where} sets {prefix}{name.upper()}, which nothing reads" for name in unread]
+            try:
+                model(**values)
+            except ValidationError as error:
+                found += [f"{where}: {fault['loc']} {fault['msg']}" for fault in error.errors()]
+    return found
+
+
+def cache_fits(documents: list[dict]) -> list[str]:
+    """What is kept of a bucket must not fill the volume it is kept on: the pod would be evicted."""
+    found = []
+    for where, pod, container in containers(documents):
+        values = {k.rpartition("QUIRE_")[2].partition("_")[2]: v for k, v in environment(container).items()}
+        if not values.get("STORE", "").startswith("s3://"):
+            continue
+        data = next(v for v in pod["volumes"] if v["name"] == "data")
+        limit = int(data["emptyDir"]["sizeLimit"].removesuffix("Gi")) << 30
+        if int(values.get("STORE_CACHE_BYTES", limit)) > 0.75 * limit:
+            found.append(f"{where} may keep {values.get('STORE_CACHE_BYTES', 'any number of')} bytes in a volume of {limit}")
+    return found
 
 
 EVERYWHERE = (
@@ -202,5 +221,6 @@ EVERYWHERE = (
     disruption_budgets,
     selectors,
     settings,
+    cache_fits,
 )
 PRODUCTION = (network, encryption)

@@ -60,6 +60,17 @@ def test_development_says_that_it_is_plaintext(documents):
     assert any("serves plaintext" in v for v in rules.encryption(documents["dev"]))
 
 
+def test_the_model_loader_is_valid_and_restricted():
+    """It must run in the namespaces of the overlays, whose pods are held to the restricted standard."""
+    path = ROOT / "deploy/tools/model_loader.yaml"
+    run = subprocess.run([BIN / "kubernetes-validate", "--strict", path], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    pod = yaml.safe_load(path.read_text())
+    as_deployment = {"kind": "Deployment", "metadata": pod["metadata"], "spec": {"template": {"spec": pod["spec"]}}}
+    assert rules.security([as_deployment]) == []
+    assert rules.resources([as_deployment]) == []
+
+
 def test_monitors_scrape_ports_that_exist(documents):
     monitor = next(d for d in documents["prod"] if d["kind"] == "PodMonitor")
     ports = {p["name"] for _, _, c in rules.containers(documents["prod"]) for p in c["ports"]}
@@ -167,6 +178,15 @@ MUTATIONS = {
     "a service that selects nothing": (
         rules.selectors,
         lambda d: next(s for s in d if s["kind"] == "Service")["spec"]["selector"].update({"app.kubernetes.io/name": "other"}),
+    ),
+    "a value no service accepts": (
+        rules.settings,
+        with_environment(COMPILER, "QUIRE_COMPILER_REDIS_URL", "quire-redis:6379"),
+    ),
+    "a cache of any size": (rules.cache_fits, without_environment(RUNTIME, "QUIRE_RUNTIME_STORE_CACHE_BYTES")),
+    "a cache as large as its volume": (
+        rules.cache_fits,
+        with_environment(COMPILER, "QUIRE_COMPILER_STORE_CACHE_BYTES", str(50 << 30)),
     ),
     "plaintext": (rules.encryption, without_environment(RUNTIME, "QUIRE_RUNTIME_TLS_CERTIFICATE")),
     "a variable that is misspelt": (
