@@ -167,6 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("tests/bench/results/cpu.json"))
     out = parser.parse_args().out
+    (DATA / "runtime-engines.json").unlink(missing_ok=True)
     quire = start_quire(DATA)
     try:
         artifact = quire.artifact(quire.compile(fetch_smollm2(CACHE)).artifact_id)

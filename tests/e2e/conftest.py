@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,11 +115,10 @@ def greedy_request(engine: str, prompt: list[int], max_tokens: int, **compaction
     )
 
 
-def start_quire(data: Path, environment: dict[str, str] | None = None) -> Quire:
+def start_quire(data: Path, environment: dict[str, str] | None = None, options: Sequence[str] = ()) -> Quire:
     command = [sys.executable, "-m", "shared.cli.main", "up", "--data", str(data)]
-    command += ["--compiler-address", "127.0.0.1:0", "--runtime-address", "127.0.0.1:0"]
+    command += ["--compiler-address", "127.0.0.1:0", "--runtime-address", "127.0.0.1:0", *options]
     data.mkdir(parents=True, exist_ok=True)
-    (data / "runtime-engines.json").unlink(missing_ok=True)  # what an earlier run had loaded is not part of this one
     with (data / "services.log").open("ab") as log:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, env=os.environ | (environment or {}), start_new_session=True
@@ -137,6 +136,7 @@ def stop_quire(quire: Quire) -> int:
 
 @pytest.fixture(scope="session")
 def quire():
+    (DATA / "runtime-engines.json").unlink(missing_ok=True)  # what an earlier run had loaded is not part of this one
     running = start_quire(DATA)
     yield running
     assert stop_quire(running) == 0
