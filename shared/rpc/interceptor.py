@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
@@ -87,16 +86,22 @@ def _guard_unary(call: Unary, parse: Callable[[bytes], Any], report: Report) -> 
 
 def _guard_stream(call: Streaming, parse: Callable[[bytes], Any], report: Report) -> Streaming:
     async def guarded(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        started = time.monotonic()
+        started, is_reported = time.monotonic(), False
+
+        def report_once(started: float, outcome: str) -> None:
+            nonlocal is_reported
+            if not is_reported:
+                is_reported = True
+                report(started, outcome)
+
+        # grpc.aio abandons the generator of a call that ends while a write is under way; this it always calls.
+        context.add_done_callback(lambda _: report_once(started, "CANCELLED"))
         try:
             async for response in call(parse(data), context):
                 yield response
-        except asyncio.CancelledError:
-            report(started, "CANCELLED")
-            raise
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is becomes a status
-            await _abort(error, context, started, report)
-        report(started, "OK")
+            await _abort(error, context, started, report_once)
+        report_once(started, "OK")
 
     return guarded
 
