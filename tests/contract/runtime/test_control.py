@@ -122,7 +122,8 @@ async def test_default_compaction_is_for_requests_that_do_not_choose(tmp_path):
     async with serve(tmp_path) as served:
         default = pb.CompactionDefaults(name="sink_recent", budget=8, interval=4)
         engine = await served.load(default_compaction=default)
-        assert engine.default_compaction == pb.CompactionDefaults(name="sink_recent", budget=8, interval=4, sinks=4)
+        shown = pb.CompactionDefaults(name="sink_recent", budget=8, interval=4, sinks=4, mode="COMPACTION_MODE_ORDERED")
+        assert engine.default_compaction == shown
         compacted = await served.events(generate(PROMPT, 40))
         assert compacted[-1].usage.compaction_rounds > 0
         whole = await served.events(generate(PROMPT, 40, kv=inference.KVOptions(off=True)))
@@ -189,7 +190,7 @@ async def test_server_info_tells_capacity_and_limits(served):
     assert info.max_prompt_bytes == 1024 * 1024
     assert info.max_prompt_tokens == 131_072
     assert info.max_generated_tokens == 65_536
-    assert list(info.compaction_policies) == ["knorm", "sink_recent"]
+    assert list(info.compaction_policies) == ["knorm", "knorm_per_head", "knorm_per_layer_head", "sink_recent"]
 
 
 async def test_load_tells_requests_pages_and_totals(served):

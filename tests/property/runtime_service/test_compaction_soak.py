@@ -7,7 +7,7 @@ from tests.property.compaction_soak import POLICIES, Soak
 
 def test_rounds_of_every_kind_leave_no_page_behind_and_every_request_its_own_tokens() -> None:
     soak = Soak(seed=3)
-    soak.run(rounds=150)
+    soak.run(rounds=100)
     assert set(soak.sessions) == set(POLICIES)
     assert min(session.compactor.evidence.rounds for session in soak.sessions.values()) > 5
     assert soak.cancelled > 0
