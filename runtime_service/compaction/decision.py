@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime_service.core.entries import Rows
+from runtime_service.core.entries import Rows, ordinals_of
 from shared.kernels.compaction.modes import RowMode
 
 
@@ -25,8 +25,9 @@ class KeepDecision:
     def __post_init__(self) -> None:
         if not self.kept.size:
             raise ValueError(f"a round must keep at least one of {self.length} entries")
-        row, index = np.nonzero(np.diff(self.kept) <= 0)
-        if len(row):
+        falls = self.kept[:, 1:] <= self.kept[:, :-1]
+        if falls.any():
+            row, index = np.nonzero(falls)
             before, after = self.kept[row[0], index[0] : index[0] + 2]
             raise ValueError(f"kept ordinals must strictly ascend, got {before} then {after}, row {row[0]} index {index[0] + 1}")
         lowest, highest = self.kept[:, 0].min(), self.kept[:, -1].max()
@@ -56,7 +57,7 @@ def keep_best(scores: NDArray[np.float32], positions: Rows, budget: int, sinks: 
         dropped = length - budget
         ranks = _ranks(scores[:, sinks:], np.broadcast_to(positions, scores.shape)[:, sinks:])
         kept[:, sinks:] = ranks >= np.partition(ranks, dropped, axis=1)[:, dropped, None]
-    return KeepDecision(length, kept.nonzero()[1].reshape(num_rows, -1).astype(np.int32), rows)
+    return KeepDecision(length, ordinals_of(kept), rows)
 
 
 def _ranks(scores: NDArray[np.float32], positions: Rows) -> NDArray[np.int64]:

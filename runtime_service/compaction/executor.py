@@ -47,7 +47,7 @@ class RoundExecutor:
         """
         kinds: defaultdict[tuple[Mode, RowMode], list[tuple[CompactionPlan, ...]]] = defaultdict(list)
         for parts in zip(*plans, strict=True):
-            kinds[parts[0].mode, parts[0].rows].append(parts)
+            kinds[parts[0].mode, parts[0].decision.rows].append(parts)
         for (mode, rows), sequences in kinds.items():
             bound = self.prepare(mode, rows, max(target.kept_len for target, *_ in sequences))
             for table, of_pool in zip(self._tables, zip(*sequences, strict=True), strict=True):
@@ -79,7 +79,7 @@ def _request_round(target: CompactionPlan, draft: CompactionPlan | None = None) 
     """
     base = min(target.kept_len - 1, target.base, target.base if draft is None else draft.base)
     return RequestRound(
-        kept=target.kept[:, base:],
+        kept=target.decision.kept[:, base:],
         base=base,
         valid_len=target.length,
         tail=target.tail,

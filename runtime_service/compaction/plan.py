@@ -28,12 +28,12 @@ from numpy.typing import NDArray
 from runtime_service.compaction.decision import KeepDecision
 from runtime_service.core.entries import Rows
 from shared.ids import PageId
-from shared.kernels.compaction.modes import Mode, RowMode
+from shared.kernels.compaction.modes import Mode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompactionPlan:
-    """One sequence, one round: of `length` entries those at `kept` survive, and end up in `order`.
+    """One sequence, one round: what `decision` keeps ends up in `order`.
 
     `rewritten` are the ordinals that moves write to in any layer, ascending; `windows` those of the layers that see only their
     newest entries. `pages` is the table the moves run on; its first `num_pages_kept` stay. `tail` cells behind `length` hold what a
@@ -42,13 +42,11 @@ class CompactionPlan:
     their place first.
     """
 
+    decision: KeepDecision
     page_size: int
     pages: tuple[PageId, ...]
-    length: int
     tail: int
     mode: Mode
-    rows: RowMode
-    kept: Rows
     order: Rows
     rewritten: NDArray[np.intp]
     windows: tuple[int, ...]
@@ -56,13 +54,14 @@ class CompactionPlan:
     num_pages_kept: int
 
     @property
-    def kept_len(self) -> int:
-        return int(self.kept.shape[1])
+    def length(self) -> int:
+        """Entries before the round."""
+        return self.decision.length
 
     @property
-    def num_evicted(self) -> int:
-        """Entries that each row drops."""
-        return self.length - self.kept_len
+    def kept_len(self) -> int:
+        """Entries after it."""
+        return int(self.decision.kept.shape[1])
 
     @property
     def base(self) -> int:
@@ -96,13 +95,12 @@ class CompactionPlan:
 
     def check(self, is_shared: Callable[[PageId], bool]) -> None:
         """ValueError unless this plan is within the mover's contract: the last look before bytes move."""
-        KeepDecision(self.length, self.kept)
         if self.length + self.tail > len(self.pages) * self.page_size:
             raise ValueError(f"{self.length} + {self.tail} entries on {len(self.pages)} pages of {self.page_size}")
         if self.kept_len + self.tail > self.num_pages_kept * self.page_size:
             raise ValueError(f"{self.kept_len} + {self.tail} kept entries on {self.num_pages_kept} pages of {self.page_size}")
         window = max(self.windows, default=0)
-        if self.num_evicted and self.kept_len < window:
+        if self.decision.num_evicted and self.kept_len < window:
             raise ValueError(f"a round that keeps {self.kept_len} entries would cut the sliding window of {window}; keep as many")
         self._check_order()
         for index in self.indices_owned:
@@ -111,7 +109,7 @@ class CompactionPlan:
 
     def _check_order(self) -> None:
         in_order = self.order if self.mode is Mode.ORDERED else np.sort(self.order)
-        if in_order.shape != self.kept.shape or (in_order != self.kept).any():
+        if in_order.shape != self.decision.kept.shape or (in_order != self.decision.kept).any():
             raise ValueError(f"{self.mode}: what moves must be what is kept, once each; got {self.order.tolist()}")
         if self.mode is Mode.ORDERED:
             return
@@ -144,13 +142,11 @@ def plan_round(
     if windows and decision.num_evicted:
         moved[max(0, kept_len - max(windows)) :] = True
     plan = CompactionPlan(
+        decision=decision,
         page_size=page_size,
         pages=tuple(pages),
-        length=decision.length,
         tail=tail,
         mode=mode,
-        rows=decision.rows,
-        kept=decision.kept,
         order=order,
         rewritten=np.flatnonzero(moved),
         windows=windows,

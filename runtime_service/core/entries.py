@@ -40,5 +40,12 @@ class EntryMap:
     def reordered(self, order: Rows, computed: int) -> EntryMap:
         """After a round that put the entry of ordinal `order[r, o]` at ordinal o. Heads that shared a row may part here."""
         positions = self.positions(computed)
-        rows = np.broadcast_to(positions, (len(order), positions.shape[1]))
-        return EntryMap(np.take_along_axis(rows, order, axis=1), computed)
+        row = np.arange(len(order))[:, None] if len(positions) > 1 else 0
+        return EntryMap(positions[row, order], computed)
+
+
+def ordinals_of(mask: NDArray[np.bool_]) -> Rows:
+    """Where each row of `mask` is set, ascending; every row in as many places."""
+    flat = np.flatnonzero(mask).reshape(len(mask), -1)
+    ordinals: Rows = (flat - np.arange(len(mask))[:, None] * mask.shape[1]).astype(np.int32)
+    return ordinals

@@ -21,7 +21,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from runtime_service.core.entries import EntryMap, Rows
+from runtime_service.core.entries import EntryMap, Rows, ordinals_of
 from runtime_service.core.evidence import CompactionEvidence
 from runtime_service.core.request import GenerationRequest
 from shared.ids import PageId
@@ -192,5 +192,5 @@ class Sequence:
 def _others(ordinals: Rows, length: int) -> Rows:
     """The ordinals below `length` that are not in a row, ascending; every row has as many."""
     absent = np.ones((len(ordinals), length), dtype=bool)
-    np.put_along_axis(absent, ordinals, False, axis=1)
-    return absent.nonzero()[1].reshape(len(ordinals), -1).astype(np.int32)
+    absent[np.arange(len(ordinals))[:, None], ordinals] = False
+    return ordinals_of(absent)

@@ -25,18 +25,15 @@ class KNorm:
     reads_keys = True
 
     def score(self, view: KVView) -> NDArray[np.float32]:
-        norms_LHT = [self._relative_norms(view.keys(layer)) for layer in view.layers]
+        by_layer = [torch.linalg.vector_norm(view.keys(layer), dim=-1, dtype=torch.float32) for layer in view.layers]
+        norms_RT = torch.cat(by_layer)  # a row for each head of each layer
+        relative_RT = norms_RT / norms_RT.mean(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         match self.rows:
             case RowMode.UNION:
-                shared = torch.stack([norms_HT.mean(dim=0) for norms_HT in norms_LHT]).mean(dim=0, keepdim=True)
+                layers = torch.split(relative_RT, [len(norms_HT) for norms_HT in by_layer])
+                shared_RT = torch.stack([relative_HT.mean(dim=0) for relative_HT in layers]).mean(dim=0, keepdim=True)
             case RowMode.PER_HEAD:
-                shared = torch.stack(norms_LHT).mean(dim=0)
+                shared_RT = relative_RT.view(len(by_layer), -1, view.length).mean(dim=0)
             case RowMode.PER_LAYER_HEAD:
-                shared = torch.cat(norms_LHT)
-        return -shared.cpu().numpy()
-
-    @staticmethod
-    def _relative_norms(keys_HTD: torch.Tensor) -> torch.Tensor:
-        norms_HT = torch.linalg.vector_norm(keys_HTD, dim=-1, dtype=torch.float32)
-        relative_HT: torch.Tensor = norms_HT / norms_HT.mean(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-        return relative_HT
+                shared_RT = relative_RT
+        return -shared_RT.cpu().numpy()
