@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import grpc
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from shared.cli.options import word_of
 from shared.cli.session import Session
-from shared.errors import Cancelled, TimedOut
+from shared.errors import Cancelled, TimedOut, Unavailable
 from shared.pb.quire.v1 import compiler_pb2, compiler_pb2_grpc
-from shared.rpc.status import from_message
+from shared.rpc.status import from_message, from_rpc_error
+
+MAX_OUTAGE_S = 60.0
+"""A job outlives its service; one that is not back by then is reported."""
+RESUME_EVERY_S = 0.5
 
 S = compiler_pb2.JobState
 TERMINAL = frozenset(
@@ -67,19 +74,36 @@ class StageBars:
         self.progress.update(self.tasks[event.stage], completed=event.fraction, message=event.message)
 
 
+def events_of(stub: compiler_pb2_grpc.CompilerStub, job_id: str, after_sequence: int) -> Iterator[compiler_pb2.JobEvent]:
+    """Every event after `after_sequence`. Goes on where it broke off, unless the service or its queue stays away for long."""
+    seen, away_since = 0, None
+    while True:
+        call = stub.WatchCompileJob(compiler_pb2.WatchCompileJobRequest(job_id=job_id, after_sequence=after_sequence))
+        try:
+            for response in call:
+                seen, away_since = seen + 1, None
+                after_sequence = response.event.sequence
+                yield response.event
+            return
+        except grpc.RpcError as error:
+            away_since = away_since or time.monotonic()
+            stays_away = not seen or time.monotonic() - away_since > MAX_OUTAGE_S
+            if stays_away or not isinstance(from_rpc_error(error), Unavailable):
+                raise
+        finally:
+            call.cancel()
+        time.sleep(RESUME_EVERY_S)
+
+
 def follow(
     session: Session, stub: compiler_pb2_grpc.CompilerStub, job_id: str, *, show: bool, after_sequence: int = 0
 ) -> compiler_pb2.CompileJob:
     """Wait for the job's end and return it; a job that did not succeed raises the error it ended with."""
     bars = StageBars(session)
-    call = stub.WatchCompileJob(compiler_pb2.WatchCompileJobRequest(job_id=job_id, after_sequence=after_sequence))
-    try:
-        with bars.progress:
-            for response in call:
-                if show:
-                    bars.show(response.event)
-    finally:
-        call.cancel()
+    with bars.progress:
+        for event in events_of(stub, job_id, after_sequence):
+            if show:
+                bars.show(event)
     job: compiler_pb2.CompileJob = stub.GetCompileJob(compiler_pb2.GetCompileJobRequest(job_id=job_id)).job
     if job.state == S.JOB_STATE_SUCCEEDED:
         return job
