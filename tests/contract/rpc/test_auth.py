@@ -1,21 +1,17 @@
 """Tokens over a real server: unknown, expired, wrong scope, right; TLS with the wrong authority."""
 
-import datetime
 import hashlib
 import json
 
 import grpc
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared import errors
 from shared.pb.quire.v1 import compiler_pb2, control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from shared.rpc import auth, server
 from shared.rpc.status import from_rpc_error
+from tests.support.certificates import authority
 
 NOW = 1_000_000.0
 
@@ -131,27 +127,6 @@ def test_a_good_token_file_is_read(tmp_path):
     path = tmp_path / "tokens.json"
     path.write_text(json.dumps({"tokens": [{"name": "a", "sha256": "0" * 64, "scopes": ["infer"], "expires_at": None}]}))
     assert auth.read_tokens(path) == (auth.Token("a", "0" * 64, (auth.Scope.INFER,)),)
-
-
-def authority(name):
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=1))
-        .not_valid_after(now + datetime.timedelta(minutes=30))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    return certificate.public_bytes(pem), private
 
 
 async def test_mutual_tls(tmp_path):
