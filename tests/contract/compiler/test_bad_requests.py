@@ -31,7 +31,7 @@ async def nothing_happened(client):
         ({"max_len": 2**32 - 1}, "max_len"),
         ({"page_size": 4096}, "page_size"),
         ({"layout": common_pb2.KV_LAYOUT_LINEAR}, "page_size"),
-        ({"targets": ["sm90"]}, "targets"),
+        ({"targets": ["cpu", "sm90"]}, "targets"),
         ({"allow_copying": True}, "allow_copying"),
         ({"source": ""}, "source"),
         ({"profiles": []}, "profiles"),

@@ -65,7 +65,7 @@ def test_every_field_changes_the_digest(field):
         ("page_size", 257),
         ("targets", ()),
         ("targets", ("gpu",)),
-        ("targets", ("sm90",)),
+        ("targets", ("cpu", "sm90")),
         ("allow_copying", True),
     ],
 )

@@ -6,10 +6,11 @@ import pytest
 from torch._inductor.cpu_vec_isa import InvalidVecISA, VecAMX, VecAVX2, VecAVX512, VecISA
 
 from compiler_service.backends.inductor import target
-from compiler_service.backends.inductor.target import build_toolchain, host_target, x86_target
+from compiler_service.backends.inductor.target import build_toolchain, choose_target, host_target, x86_target
 from shared.errors import BackendUnavailable
 from shared.inductor.isa import X86_64_V3, X86_64_V4, host_features
 from shared.inductor.toolchain import runtime_toolchain
+from shared.manifest import Target
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,19 @@ def test_a_host_without_vectors_or_compiler_is_refused(monkeypatch: pytest.Monke
 
 def test_the_build_records_what_loading_compares() -> None:
     assert runtime_toolchain().items() < build_toolchain().items()
+
+
+@pytest.mark.parametrize("here", [None, (9, 0)])
+def test_a_gpu_this_host_does_not_have_is_refused_with_both_names(
+    here: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target.torch.cuda, "is_available", lambda: here is not None)
+    monkeypatch.setattr(target.torch.cuda, "get_device_capability", lambda: here)
+    with pytest.raises(BackendUnavailable, match=f"sm80 was asked for, here is {'sm90' if here else 'no GPU'}"):
+        choose_target("sm80")
+
+
+def test_the_gpu_of_this_host_is_the_engines_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(target.torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert choose_target("sm90").manifest_target == Target(device="cuda", isa=(), compute_capabilities=("sm90",))
