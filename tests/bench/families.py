@@ -120,7 +120,8 @@ def says_what_the_model_says(program: DecoderProgram, model: PreTrainedModel) ->
     ]
     half = len(caches) // 2
     # Our export takes the keys and the values as two lists.
-    packed = caches if len(program.program.call_spec.in_spec.child(0).children()) > len(caches) else [caches[:half], caches[half:]]
+    nested = any(not argument.is_leaf() for argument in program.program.call_spec.in_spec.child(0).children())
+    packed = [caches[:half], caches[half:]] if nested else caches
     tokens = torch.randint(3, 90, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.no_grad():
         wanted = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
