@@ -68,7 +68,7 @@ class Launcher:
     """
 
     def __init__(self, trt: Any, plan: Any, manifest: EngineManifest, weights: Mapping[str, Tensor]) -> None:
-        self._trt, self._plan, self._manifest, self._weights = trt, plan, manifest, weights
+        self._plan, self._manifest, self._weights = plan, manifest, weights
         self._is_paged = manifest.cache.layout is Layout.PAGED
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it so
         largest = max(p.batch.max * p.query_len.max for p in manifest.profiles.profiles)
@@ -82,6 +82,7 @@ class Launcher:
         self._scratch = torch.empty(max(1, plan.device_memory_size_v2), dtype=torch.uint8, device="cuda")
         self._aliases = {alias.input: alias.output for alias in manifest.aliases}
         self._copies = {b.name: _rows_like(b, rows) for b in manifest.bindings if b.role is Role.OUTPUT and b.name != LOGITS}
+        self._config, self._kernels = _context_config(trt, plan)
         self._contexts: dict[int, Any] = {}
         self._graphs: OrderedDict[Launch, _Captured] = OrderedDict()
         self._pool: KVPool | None = None
@@ -152,7 +153,7 @@ class Launcher:
         return captured
 
     def _context(self, profile: int) -> Any:
-        context = self._plan.create_execution_context(self._trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        context = self._plan.create_execution_context(self._config)
         if context is None:
             raise InternalError("TensorRT made no execution context; its errors are in the log")
         context.set_device_memory(self._scratch.data_ptr(), self._scratch.numel())
@@ -235,6 +236,18 @@ class Launcher:
                     f"compile with another max_len",
                     details={"field": "cache.max_len", "expected": f"a multiple of {_ALIGNMENT} bytes a slot", "got": str(row)},
                 )
+
+
+def _context_config(trt: Any, plan: Any) -> tuple[Any, Any]:
+    """(how contexts are made, what they share). Their scratch memory is ours; those of the RTX flavour share the kernels it
+    compiles for each new shape, half a second a context otherwise. TensorRT points at both without holding them."""
+    config = plan.create_runtime_config()
+    config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+    if not hasattr(config, "create_runtime_cache"):
+        return config, None
+    kernels = config.create_runtime_cache()
+    config.set_runtime_cache(kernels)
+    return config, kernels
 
 
 def _buffer(size: int) -> Tensor:
