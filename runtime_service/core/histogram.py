@@ -32,10 +32,15 @@ class Histogram:
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
+        self._reading: HistogramReading | None = None
 
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
+        self._reading = None
 
     def read(self) -> HistogramReading:
-        return HistogramReading(self._bounds, tuple(self._counts), self._sum)
+        """The same object as last time, if nothing was observed since: it is asked after every step."""
+        if self._reading is None:
+            self._reading = HistogramReading(self._bounds, tuple(self._counts), self._sum)
+        return self._reading

@@ -20,6 +20,7 @@ def test_a_reading_does_not_change() -> None:
     before = histogram.read()
     histogram.observe(5.0)
     assert before.count == 0
+    assert histogram.read() is histogram.read()
     assert histogram.read().count == 1
 
 
