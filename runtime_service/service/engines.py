@@ -173,10 +173,11 @@ class Engines:
             self._load_at_start(entry.request)
         except QuireError as error:
             _log.error("engine given up", engine=name, reason=error.reason, error=error.message)
-        if self._stopping.is_set():
-            self._pending[name] = entry
-        else:
-            del self._pending[name]
+        with self._lock:
+            if self._stopping.is_set():
+                self._pending[name] = entry
+            else:
+                del self._pending[name]
 
     def _remember(self) -> None:
         """With the lock held. Engines still to be brought back stay on the list."""
