@@ -25,7 +25,7 @@ from tests.support.job_queues import Backend, history, redis_backend, sqlite_bac
 from tests.support.queue_process import FAST
 from tests.support.redis_server import RedisServer
 
-ROUNDS = int(os.environ.get("QUIRE_KILL_ROUNDS", "6"))
+ROUNDS = int(os.environ.get("QUIRE_KILL_ROUNDS", "4"))
 WORKERS = 2
 
 
