@@ -29,7 +29,7 @@ from runtime_service.session.generation import Generation
 from runtime_service.session.load import LoadSnapshot
 from runtime_service.session.session import EngineSession
 from runtime_service.streaming.stream import TokenStream
-from shared.errors import Draining, DuplicateRequest, InternalError, InUse, ModelNotFound, QueueFull
+from shared.errors import Draining, DuplicateRequest, InternalError, InUse, MemoryExhausted, ModelNotFound, QueueFull
 from shared.ids import RequestId
 
 _log = structlog.get_logger()
@@ -210,7 +210,8 @@ class ServingLoop:
             return session.step()
         except Exception as error:  # noqa: BLE001 - whatever an engine raises ends its own requests, never the loop
             _log.exception("step_failed", engine=session.name)
-            session.end_running(InternalError(f"a step of engine {session.name} failed: {type(error).__name__}: {error}"))
+            unnamed = InternalError(f"a step of engine {session.name} failed: {type(error).__name__}: {error}")
+            session.end_running(error if isinstance(error, MemoryExhausted) else unnamed)
             return True
 
     def _end(self, sessions: list[EngineSession], why: str) -> int:

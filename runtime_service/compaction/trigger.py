@@ -9,8 +9,8 @@ from shared.kv_spec import KVCacheSpec
 
 
 def due(sequences: Iterable[Sequence]) -> list[Sequence]:
-    """Sequences that must not compute another token before a round."""
-    return [s for s in sequences if s.round_is_due]
+    """Sequences that must not compute another token before a round; those that compute no more need none."""
+    return [s for s in sequences if s.remaining and s.round_is_due]
 
 
 def reserve(sequence: Sequence, kept: int) -> int:

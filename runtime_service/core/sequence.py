@@ -26,6 +26,9 @@ from runtime_service.core.evidence import CompactionEvidence
 from runtime_service.core.request import GenerationRequest
 from shared.ids import PageId
 
+UNSEEN = 0
+"""Stands in `tokens` for a token that the device has and the host has not: any id the engine would take."""
+
 
 class Status(StrEnum):
     """WAITING -> RUNNING -> FINISHED; RUNNING -> WAITING when preempted; WAITING -> FINISHED when it never got to run."""
@@ -62,6 +65,7 @@ class Sequence:
         self.arrival = arrival
         self.tokens: list[int] = list(request.prompt_ids)
         self.computed = 0
+        self.unseen = 0
         self.entries = EntryMap.empty()
         self.pages: list[PageId] = []
         self.status = Status.WAITING
@@ -93,7 +97,12 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        return len(self.tokens) - len(self.request.prompt_ids)
+        return len(self.tokens) - self.unseen - len(self.request.prompt_ids)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the token that is sampled next may be followed by another."""
+        return len(self.tokens) + 1 - len(self.request.prompt_ids) < self.request.stop.max_tokens
 
     @property
     def remaining(self) -> int:
@@ -141,8 +150,18 @@ class Sequence:
         assert 0 < num_tokens <= self.remaining, (num_tokens, self)
         self.computed += num_tokens
 
+    def expect(self) -> None:
+        """The token behind the last one is being sampled on the device: a step may take it there before the host has seen it."""
+        assert self.remaining == 0, self
+        self.tokens.append(UNSEEN)
+        self.unseen += 1
+
     def append(self, token_id: int) -> None:
-        """A token was sampled from the logits of the last one."""
+        """A token was sampled from the logits of the last one, or the first that was expected has arrived."""
+        if self.unseen:
+            self.tokens[-self.unseen] = token_id
+            self.unseen -= 1
+            return
         assert self.remaining == 0, self
         self.tokens.append(token_id)
 

@@ -43,6 +43,11 @@ class Engine(Protocol):
     @property
     def manifest(self) -> EngineManifest: ...
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `run` returns before the logits are there: they are on a device, and what is launched next finds them."""
+        ...
+
     def run(self, inputs: EngineInputs, pool: KVPool) -> torch.Tensor:
         """Write the new keys and values into `pool` in place and return logits, float32 `[batch, vocab_size]`.
 

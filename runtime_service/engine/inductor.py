@@ -48,6 +48,7 @@ class InductorEngine:
 
     def __init__(self, manifest: EngineManifest, steps: Steps, weights: ModelWeights, resources: ExitStack) -> None:
         self.manifest = manifest
+        self.runs_ahead = manifest.target.device == "cuda"
         self._steps: Steps | None = steps
         self._weights: ModelWeights | None = weights
         self._resources = resources

@@ -98,6 +98,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         while (head := self.waiting.head) is not None and len(self.running) < self._max_running:
+            if head.unseen:
+                return  # preempted with a token on its way, which it cannot be recomputed without
             needed = pages_to_start(head, self._spec)
             if needed + pages_to_grow(self.running, self._spec) > self._allocator.num_free:
                 return

@@ -1,8 +1,9 @@
-"""From a scheduled batch to what the engine reads. Every call makes fresh host tensors: a step in flight keeps its own."""
+"""From a scheduled batch to what the engine reads. Every call makes fresh tensors: a step in flight keeps its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -34,6 +35,22 @@ def build_inputs(batch: ScheduledBatch, spec: KVCacheSpec) -> EngineInputs:
         last_index=torch.full((len(batch.sequences),), count - 1, dtype=torch.int32),
         block_table=_int32([PageTable(sequence.pages, spec.page_size).row(spec.max_pages) for sequence in batch.sequences]),
     )
+
+
+def take_ids(inputs: EngineInputs, unseen: Mapping[int, int], ids: torch.Tensor) -> EngineInputs:
+    """A decode step whose row r takes the token that the device holds in `ids[unseen[r]]`; other rows' tokens are known.
+
+    `ids` is int32 on the engine's device, and so are the new step's input ids. Nothing waits for the device.
+    """
+    batch = inputs.batch
+    assert inputs.query_len == 1, inputs.query_len
+    if list(unseen.items()) == [(row, row) for row in range(batch)]:
+        return replace(inputs, input_ids=ids[:batch, None])
+    place = torch.tensor([unseen.get(row, len(ids) + row) for row in range(batch)])
+    known = inputs.input_ids[:, 0]
+    if ids.is_cuda:
+        place, known = (tensor.pin_memory().to(ids.device, non_blocking=True) for tensor in (place, known))
+    return replace(inputs, input_ids=torch.cat([ids, known])[place, None])
 
 
 def _int32(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:

@@ -3,6 +3,10 @@
 A step, on the loop's thread:
 
     end what nobody wants any more -> schedule -> run -> sample -> emit -> maybe compact
+
+Where the engine runs on a device, the host stays one step ahead of what it has seen: a step's tokens are drawn on the device, the
+next step is launched on them, and only then are they waited for and passed on. A row whose sequence has ended meanwhile was
+computed for nothing; its cells are its own until the step that writes them is behind, because everything runs in stream order.
 """
 
 from __future__ import annotations
@@ -22,12 +26,13 @@ from runtime_service.core.batch import PressureRound, ScheduledBatch
 from runtime_service.core.request import GenerationRequest
 from runtime_service.core.sampled import SampledToken
 from runtime_service.core.sequence import Sequence, Status
-from runtime_service.engine.engine import Engine
+from runtime_service.device_sampling import needs_host
+from runtime_service.engine.engine import Engine, EngineInputs
 from runtime_service.kv.allocator import PageAllocator
 from runtime_service.kv.pool import KVPool
-from runtime_service.sampling import sample
 from runtime_service.scheduler.budget import Capacity, check_request
 from runtime_service.scheduler.scheduler import Scheduler
+from runtime_service.session.flight import Flight, select_rows
 from runtime_service.session.generation import Generation, Sample
 from runtime_service.session.inputs import build_inputs
 from runtime_service.session.latency import Latencies
@@ -78,6 +83,7 @@ class EngineSession:
         self._clock = clock
         self._on_end = on_end
         self._samples: dict[Sequence, Sample] = {}
+        self._flight: Flight | None = None
 
     def check(self, request: GenerationRequest) -> None:
         """FieldOutOfRange or KVExhausted, with the numbers, for a request that this engine can never run."""
@@ -98,9 +104,11 @@ class EngineSession:
         work = self.scheduler.schedule()
         match work:
             case None:
-                return False
+                return self._land()
             case PressureRound():
-                self._compact([work.sequence])
+                # What is in flight may end sequences, and make the round needless.
+                if not self._land():
+                    self._compact([work.sequence])
             case ScheduledBatch():
                 self._run(work)
         self.counters.steps += 1
@@ -121,6 +129,7 @@ class EngineSession:
     def shut(self) -> None:
         """Give the engine's memory back. No generation may be alive."""
         assert not self.generations, self.generations
+        self._flight = None
         self._engine.close()
 
     def load(self) -> EngineLoad:
@@ -164,13 +173,21 @@ class EngineSession:
     def _run(self, batch: ScheduledBatch) -> None:
         self._note_start(batch.sequences)
         self.lifecycles.step_begins(batch.sequences)
-        logits = self._engine.run(build_inputs(batch, self.pool.spec), self.pool)
+        logits = self._engine.run(self._inputs(batch), self.pool)
         for sequence in batch.sequences:
             sequence.advance(batch.query_len)
         self.lifecycles.step_ends(batch.sequences)
         self._end_unwanted()  # a cancel that came during the step wins over the step's result
-        self._emit(batch, logits)
+        flight = self._take_off(batch, logits)
+        self._land()
+        self._flight = flight
+        if flight.drawn is None:
+            self._land()
         self._compact(due(self.scheduler.running))
+
+    def _inputs(self, batch: ScheduledBatch) -> EngineInputs:
+        inputs = build_inputs(batch, self.pool.spec)
+        return inputs if self._flight is None else self._flight.give_ids(inputs, batch.sequences)
 
     def _note_start(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -181,21 +198,30 @@ class EngineSession:
                 self.latencies.note_start(generation.times, generation.times.started)
                 self.counters.prompt_tokens += len(generation.request.prompt_ids)
 
-    def _emit(self, batch: ScheduledBatch, logits: torch.Tensor) -> None:
-        """Sample the rows whose last known token was computed and pass on what comes of it."""
+    def _take_off(self, batch: ScheduledBatch, logits: torch.Tensor) -> Flight:
+        """The samples that get a token from this step: those whose last token was computed, and their siblings."""
         drawn: list[tuple[int, Sample]] = []
         for row, sequence in enumerate(batch.sequences):
             if sequence.status is Status.RUNNING and sequence.remaining == 0:
                 computed = self._samples[sequence]
                 drawn += [(row, chosen) for chosen in (computed, *self._fork(computed))]
-        tokens = sample(logits[[row for row, _ in drawn]], [chosen.sampler for _, chosen in drawn])
-        for (_, chosen), token in zip(drawn, tokens, strict=True):
+        samples = [chosen for _, chosen in drawn]
+        ahead = self._engine.runs_ahead and not any(needs_host(chosen.sampler) for chosen in samples)
+        return Flight.take_off(samples, select_rows(logits, [row for row, _ in drawn]), ahead=ahead)
+
+    def _land(self) -> bool:
+        """Pass on what comes of the step in flight. False if there is none."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return False
+        for chosen, token in zip(flight.samples, flight.land(), strict=True):
             if chosen.sequence.status is Status.FINISHED:
-                continue  # a sibling's token has just ended the request
+                continue  # ended while the step ran, or by a sibling's token just now
             if isinstance(token, InternalError):
                 self.end(chosen.generation, token)
             else:
                 self._push(chosen, token)
+        return True
 
     def _fork(self, parent: Sample) -> list[Sample]:
         """The siblings that go on from what `parent` has computed; those there is no room for now compute it themselves later."""

@@ -112,7 +112,8 @@ def tiny_manifest(spec: KVCacheSpec, profiles: Iterable[str], eos_ids: Iterable[
 
 
 class TinyEngine:
-    """`on_run`, if set, is called with the inputs before each step: tests observe, delay or fail steps with it."""
+    """`on_run`, if set, is called with the inputs before each step: tests observe, delay or fail steps with it. `runs_ahead` makes
+    the session treat it as one whose logits are still being computed when `run` returns."""
 
     def __init__(
         self,
@@ -123,7 +124,9 @@ class TinyEngine:
         max_len: int = 64,
         profiles: Iterable[str] = ("decode=8x1", "prefill=2x16"),
         eos_ids: Iterable[int] = (EOS,),
+        runs_ahead: bool = False,
     ) -> None:
+        self.runs_ahead = runs_ahead
         self.model = model or TinyModel()
         self.manifest = tiny_manifest(self.model.spec(layout, page_size, max_len), profiles, eos_ids)
         self.on_run: Callable[[EngineInputs], None] | None = None

@@ -68,6 +68,7 @@ class TensorRTEngine:
         self, manifest: EngineManifest, launcher: Launcher, weights: ModelWeights, resources: ExitStack, *, graphs: bool = True
     ) -> None:
         self.manifest = manifest
+        self.runs_ahead = False
         self._launcher: Launcher | None = launcher
         self._weights: ModelWeights | None = weights
         self._graphs = graphs

@@ -44,9 +44,9 @@ RARELY = st.sampled_from([False] * 4 + [True])
 """For what ends everything an engine does: else little would live long enough to meet anything."""
 
 
-def make_engine(name: str) -> TinyEngine:
+def make_engine(name: str, ahead: bool) -> TinyEngine:
     layout = Layout.LINEAR if name == "linear" else Layout.PAGED
-    return TinyEngine(MODELS[name], layout=layout, max_len=48, profiles=("decode=4x1", "prefill=2x6"))
+    return TinyEngine(MODELS[name], layout=layout, max_len=48, profiles=("decode=4x1", "prefill=2x6"), runs_ahead=ahead)
 
 
 @lru_cache(maxsize=4096)
@@ -100,8 +100,9 @@ def orders(draw: st.DrawFn) -> dict[str, object]:
 
 
 class ServingMachine(RuleBasedStateMachine):
-    @initialize(first=st.lists(orders(), min_size=4, max_size=8))
-    def start(self, first: list[dict[str, object]]) -> None:
+    @initialize(first=st.lists(orders(), min_size=4, max_size=8), ahead=st.booleans())
+    def start(self, first: list[dict[str, object]], ahead: bool) -> None:
+        self.ahead = ahead
         self.now = 0.0
         self.loop = ServingLoop(max_waiting=8, clock=lambda: self.now)
         self.all: list[Live] = []
@@ -111,7 +112,7 @@ class ServingMachine(RuleBasedStateMachine):
         self.generate(first)
 
     def load(self, name: str) -> None:
-        self.engines[name] = make_engine(name)
+        self.engines[name] = make_engine(name, self.ahead)
         self.loop.add_engine(name, self.engines[name], tiny_tokenizer(), NUM_PAGES[name])
 
     def session(self, name: str) -> EngineSession:

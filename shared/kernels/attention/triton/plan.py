@@ -7,6 +7,8 @@ from dataclasses import dataclass
 MAX_SPLITS = 64
 PROGRAMS_PER_SM = 3
 """Decode programs that are resident at once; together they keep enough loads in flight to use the memory's bandwidth."""
+SMALL_PROGRAMS_PER_SM = 4
+"""The same with tiles of 32 cells, two in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,11 @@ def plan_attend(
     if block_m == 128:
         block_n = 128  # measured on an H200: 341 TFLOP/s in prefill of 4096, 280 with tiles of 64 cells
     programs = batch * kv_heads * -(-rows // block_m)
+    if itemsize == 2 and block_m == 16 and dim <= 128 and PROGRAMS_PER_SM * num_sms >= 2 * programs:
+        # Decode of few rows, measured on an H200 at 2,048 cells: many short shares, 9.5 us instead of 11.8 for one row and 26.5
+        # instead of 36.8 for eight.
+        splits = max(1, min(SMALL_PROGRAMS_PER_SM * num_sms // programs, -(-capacity // 32), MAX_SPLITS))
+        return AttendPlan(block_m, 32, splits, 4, 2)
     # A share below two tiles costs more to join than it saves.
     splits = max(1, min(PROGRAMS_PER_SM * num_sms // programs, -(-capacity // (2 * block_n)), MAX_SPLITS))
     # The compiler shares stages between page ids and the rows behind them: 5 keep two tiles in flight, 3 only one.

@@ -10,7 +10,7 @@ import torch
 from runtime_service.core.params import SamplingParams
 from runtime_service.engine.engine import EngineInputs
 from runtime_service.sampling import SampledToken
-from runtime_service.session import session as session_module
+from runtime_service.session import flight as flight_module
 from runtime_service.streaming.events import Failure, Finished, FinishReason, TokenDelta, Usage
 from runtime_service.streaming.stream import TokenStream
 from shared.errors import InternalError, QueueTimeout, RunTimeout
@@ -192,13 +192,13 @@ def test_an_engine_that_fails_in_a_step_ends_what_ran_and_not_what_waits() -> No
 @pytest.mark.parametrize("token_id", [-1, 2**32])
 def test_a_token_of_no_vocabulary_ends_its_request_alone(token_id: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """BR-100."""
-    genuine = session_module.sample
+    genuine = flight_module.sample
 
     def sample(logits, states):
         tokens = genuine(logits, states)
         return [SampledToken(token_id) if len(tokens) == 4 and row == 2 else token for row, token in enumerate(tokens)]
 
-    monkeypatch.setattr(session_module, "sample", sample)
+    monkeypatch.setattr(flight_module, "sample", sample)
     loop = serving(TinyEngine(), num_pages=40)
     streams = submit(loop, *(request([n], 6) for n in range(4)))
     run(loop)
@@ -224,9 +224,9 @@ def test_logits_without_a_maximum_end_their_request_alone() -> None:
 
 
 def test_one_sample_that_fails_fails_its_siblings_and_the_stream_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    genuine = session_module.sample
+    genuine = flight_module.sample
     monkeypatch.setattr(
-        session_module,
+        flight_module,
         "sample",
         lambda logits, states: [InternalError("no") if row == 0 else t for row, t in enumerate(genuine(logits, states))],
     )

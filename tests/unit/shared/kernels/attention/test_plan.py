@@ -43,8 +43,8 @@ def test_tiles_are_legal_and_splits_never_crowd(
     assert got.block_m == next_power_of_two(got.block_m)
     assert 1 <= got.splits <= MAX_SPLITS
     programs = batch * kv_heads * -(-count * group // got.block_m)
-    assert got.splits == 1 or programs * got.splits <= 3 * num_sms
-    assert (got.splits - 1) * 2 * got.block_n < capacity
+    assert got.splits == 1 or programs * got.splits <= 4 * num_sms
+    assert (got.splits - 1) * got.block_n < capacity
     # Tiles of keys and values in flight fit the shared memory of one multiprocessor (227 KiB).
     assert got.num_stages // 2 * 2 * got.block_n * next_power_of_two(head_dim) * itemsize <= 128 << 10
 
@@ -57,8 +57,13 @@ def test_a_batch_that_fills_the_device_is_not_split() -> None:
     assert plan(batch=64).splits == 1
 
 
-def test_a_short_context_is_not_split_below_two_tiles() -> None:
+def test_no_share_of_a_short_context_is_without_a_tile() -> None:
     short = plan(batch=1, capacity=256)
+    assert short.splits * short.block_n <= 256
+
+
+def test_wide_elements_are_not_split_below_two_tiles() -> None:
+    short = plan(batch=1, capacity=256, itemsize=4)
     assert short.splits * 2 * short.block_n <= 256
 
 
