@@ -26,6 +26,7 @@ from shared.cli.session import Output, Session
 from shared.ids import new_id
 from shared.pb.quire.v1 import compiler_pb2, control_pb2, inference_pb2
 from tests.e2e.hf_oracle import Oracle, oracle_of
+from tests.e2e.streams import greedy_request
 
 CACHE = Path(os.environ.get("QUIRE_CACHE", "~/.cache/quire")).expanduser()
 DATA = Path(os.environ.get("QUIRE_E2E_DATA", CACHE / "e2e"))
@@ -100,19 +101,6 @@ class Quire:
 
     def greedy(self, engine: str, prompt: list[int], max_tokens: int, on_event: Callable | None = None, **compaction) -> Generated:
         return self.generate(greedy_request(engine, prompt, max_tokens, **compaction), on_event)
-
-
-def greedy_request(engine: str, prompt: list[int], max_tokens: int, **compaction) -> inference_pb2.GenerateRequest:
-    kv = inference_pb2.KVOptions(off=True)
-    if compaction:
-        kv = inference_pb2.KVOptions(policy=inference_pb2.CompactionOptions(**({"name": "sink_recent"} | compaction)))
-    return inference_pb2.GenerateRequest(
-        engine=engine,
-        token_ids=inference_pb2.TokenIds(ids=prompt),
-        sampling=inference_pb2.Sampling(temperature=0.0),
-        stopping=inference_pb2.Stopping(max_tokens=max_tokens, ignore_eos=True),
-        kv=kv,
-    )
 
 
 def start_quire(data: Path, environment: dict[str, str] | None = None, options: Sequence[str] = ()) -> Quire:

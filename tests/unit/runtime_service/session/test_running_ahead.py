@@ -13,7 +13,7 @@ from runtime_service.engine.engine import EngineInputs
 from runtime_service.session.inputs import take_ids
 from runtime_service.streaming.events import FinishReason
 from tests.support.serving import request, rounds_of, run, serving, submit
-from tests.support.tiny_engine import Oracle, TinyEngine, TinyModel, sink_recent_rounds
+from tests.support.tiny_engine import Oracle, TinyEngine, TinyModel
 
 PROMPTS = [[1, 2, 3], [7] * 20, [5], list(range(30, 47)), [9, 8]]
 ROUNDS = CompactionParams(policy="sink_recent", budget=8, interval=4, sinks=2)
@@ -24,16 +24,15 @@ def ahead(**options: object) -> TinyEngine:
 
 
 def test_a_mix_gives_each_its_own_tokens_and_wastes_no_step_on_known_lengths() -> None:
-    """A request that ends by its length has no row in the step after: 12 tokens take 12 steps of it."""
-    engine, rows = ahead(), []
-    engine.on_run = lambda inputs: rows.append(inputs.batch if inputs.profile == "decode" else 0)
+    """A request that ends by its length has no row in the step after: its last token is never computed."""
+    engine, computed = ahead(), []
+    engine.on_run = lambda inputs: computed.append(inputs.batch * inputs.query_len)
     loop = serving(engine, num_pages=120)
     streams = submit(loop, *(request(prompt, 12) for prompt in PROMPTS))
     run(loop)
     oracle = Oracle()
     assert [stream.tokens() for stream in streams] == [oracle.expected_tokens(prompt, 12) for prompt in PROMPTS]
-    decoded = sum(12 if len(prompt) == 1 else 11 for prompt in PROMPTS)
-    assert sum(rows) == decoded
+    assert sum(computed) == sum(len(prompt) + 11 for prompt in PROMPTS)
     assert all(stream.finish().reason is FinishReason.LENGTH for stream in streams)
 
 
@@ -50,13 +49,16 @@ def test_the_next_step_is_launched_before_the_last_one_is_read() -> None:
 
 
 def test_rounds_run_at_the_same_lengths() -> None:
-    loop = serving(ahead(), num_pages=60)
-    streams = submit(loop, *(request(prompt, 30, compaction=ROUNDS) for prompt in PROMPTS[:3]))
-    run(loop)
-    for prompt, stream in zip(PROMPTS, streams, strict=False):
-        rounds = sink_recent_rounds(len(prompt) + 30, ROUNDS.budget, ROUNDS.interval, ROUNDS.sinks)
-        assert stream.tokens() == Oracle().expected_tokens(prompt, 30, rounds)
-        assert stream.usage.compaction_rounds == len(rounds)
+    seen = []
+    for runs_ahead in (False, True):
+        loop = serving(TinyEngine(runs_ahead=runs_ahead), num_pages=60)
+        streams = submit(loop, *(request(prompt, 30, compaction=ROUNDS) for prompt in PROMPTS[:3]))
+        run(loop)
+        seen.append([(s.tokens(), s.usage.compaction_rounds, rounds_of(s.sequences[0])) for s in streams])
+    assert seen[0] == seen[1]
+    for prompt, (tokens, count, rounds) in zip(PROMPTS, seen[1], strict=False):
+        assert tokens == Oracle().expected_tokens(prompt, 30, rounds)
+        assert count == len(rounds) > 4
 
 
 def test_an_end_nobody_could_know_costs_one_row_and_no_page() -> None:
