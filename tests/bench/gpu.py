@@ -1,0 +1,222 @@
+"""`make bench-gpu`: an 8B-shaped decoder on one GPU, engine and service, beside the card's own bounds and `transformers`.
+
+    python -m tests.bench.gpu [--out FILE.json] [--layers N] [--skip-baseline]
+
+Weights are random, made on the device. Every figure is measured in this one run; ratios are of figures of the run. A section that
+fails is reported with its traceback and does not stop the others. Plots are written beside the JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import itertools
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime_service.engine.engine import Engine
+from runtime_service.kv.pool import KVPool
+from shared.kv_spec import DType
+from tests.bench.gpu_cells import PageWatch, bare_decode, bare_prefill, mixed_load, same_requests, served_decode
+from tests.bench.gpu_plots import plot_decode, plot_pages
+from tests.bench.machine import copy_bandwidth, write_json
+from tests.bench.random_engine import LLAMA_3_8B, EngineShape, build_random_engine
+from tests.bench.served import serve
+
+BATCHES = (1, 8, 32, 64)
+CONTEXT, PREFILL = 2048, 4096
+PROMPT, GENERATED, BUDGET, INTERVAL = 512, 8192, 2048, 128
+MAX_LEN, PAGE = 9216, 32
+DENSE_BATCH, COMPACTED_BATCH = 32, 128
+"""What the same pool holds: 32 sequences of 8,704 entries, or 128 of 2,176."""
+NUM_PAGES = 1 + DENSE_BATCH * (PROMPT + GENERATED) // PAGE + DENSE_BATCH
+
+
+class Report:
+    """Figures by section; written after each, so that a run that is cut off leaves what it had."""
+
+    def __init__(self, out: Path) -> None:
+        self.out, self.figures = out, {}
+        self.started = time.perf_counter()
+
+    def section(self, name: str, measure: Callable[[], Any]) -> Any:
+        begin = time.perf_counter()
+        try:
+            self.figures[name] = measure()
+        except Exception:  # noqa: BLE001 - one section's failure must not lose the others
+            self.figures[name] = {"failed": traceback.format_exc()}
+        print(f"[{time.perf_counter() - self.started:6.1f} s] {name}: {time.perf_counter() - begin:.1f} s", flush=True)
+        write_json(self.out, self.figures)
+        return self.figures[name]
+
+
+def matmul_rate() -> float:
+    """bf16 operations a second of a product of 8192 x 8192 random matrices."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(20):
+        a @ b
+    torch.cuda.synchronize()
+    return 20 * 2 * 8192**3 / (time.perf_counter() - started)
+
+
+def read_bytes(engine: Engine) -> int:
+    """Weights a decode step reads: all but the embedding, of which it reads a row a token."""
+    model = engine.manifest.model
+    config = LLAMA_3_8B
+    return model.weights_bytes - model.vocab_size * config.hidden_size * 2
+
+
+def decode_table(engine: Engine, pool: KVPool, copy: float) -> dict[str, Any]:
+    table = {}
+    for batch in BATCHES:
+        seconds = min(bare_decode(engine, pool, batch, CONTEXT, 60) for _ in range(2))
+        floor = (read_bytes(engine) + batch * CONTEXT * pool.spec.token_bytes) / copy
+        table[str(batch)] = {"ms": seconds * 1e3, "tokens_per_s": batch / seconds, "of_roofline": floor / seconds}
+    return table
+
+
+def prefill(engine: Engine, pool: KVPool, rate: float) -> dict[str, float]:
+    seconds = bare_prefill(engine, pool, PREFILL, 5)
+    config = LLAMA_3_8B
+    projections = 2 * PREFILL * (read_bytes(engine) // 2 - config.vocab_size * config.hidden_size)
+    attention = 2 * 2 * config.num_hidden_layers * config.hidden_size * PREFILL**2 // 2
+    return {"ms": seconds * 1e3, "tokens_per_s": PREFILL / seconds, "of_matmul_rate": (projections + attention) / seconds / rate}
+
+
+def dense_steps(engine: Engine, pool: KVPool) -> dict[str, float]:
+    """Milliseconds a step of the dense batch at contexts along the generation."""
+    contexts = [PROMPT + GENERATED * quarter // 4 for quarter in range(5)]
+    contexts[0] += 32  # a few steps end there
+    return {str(context): bare_decode(engine, pool, DENSE_BATCH, context, 24) * 1e3 for context in contexts}
+
+
+async def service(engine: Engine, data: Path, report: Report) -> None:
+    vocab = engine.manifest.model.vocab_size
+    loop = asyncio.get_running_loop()
+
+    def measured(name: str, coroutine: Any) -> Any:
+        return loop.run_in_executor(None, report.section, name, lambda: asyncio.run_coroutine_threadsafe(coroutine, loop).result())
+
+    async with serve(engine, data, NUM_PAGES) as served:
+        await measured("warm_up", served_decode(served, same_requests(COMPACTED_BATCH, vocab, 40, 12)))
+        await measured("service", served_decode(served, same_requests(DENSE_BATCH, vocab, CONTEXT - 192, 384)))
+        for name, batch in (("compacted", COMPACTED_BATCH), ("compacted_equal", DENSE_BATCH)):
+            wanted = same_requests(batch, vocab, BUDGET, 512, budget=BUDGET, interval=INTERVAL)
+            with PageWatch(served) as pages:
+                await measured(name, served_decode(served, wanted))
+            report.figures[f"{name}_pages"] = pages
+        with PageWatch(served) as pages:
+            await measured("dense_pages_run", served_decode(served, same_requests(DENSE_BATCH, vocab, BUDGET, 512)))
+        report.figures["dense_pages"] = pages
+        rng = random.Random(1)
+        wanted = [
+            {"seed": i, "vocab": vocab, "prompt_len": rng.randint(8, 1500), "max_tokens": rng.randint(16, 256),
+             "delay_s": rng.uniform(0, 15)} | ({"budget": 256, "interval": 64} if i % 3 == 0 else {})
+            for i in range(200)
+        ]  # fmt: skip
+        await measured("mixed_load", mixed_load(served, wanted))
+
+
+def long_generation(figures: dict[str, Any]) -> dict[str, float]:
+    """Dense over the whole generation, from its step times along it, beside the rate with rounds once the budget is reached."""
+    steps = list(figures["dense_steps"].values())
+    mean_ms = sum((a + b) / 2 for a, b in itertools.pairwise(steps)) / (len(steps) - 1)
+    dense = DENSE_BATCH / mean_ms * 1e3
+    return {
+        "dense_tokens_per_s": dense,
+        "over_dense_same_bytes": figures["compacted"]["tokens_per_s"] / dense,
+        "over_dense_equal_batch": figures["compacted_equal"]["tokens_per_s"] / dense,
+    }
+
+
+def overhead(engine: Engine, pool: KVPool, figures: dict[str, Any]) -> dict[str, float]:
+    """The bare loop at the mean context of the served streams, over their rate."""
+    bare = DENSE_BATCH / bare_decode(engine, pool, DENSE_BATCH, CONTEXT, 100)
+    return {"bare_tokens_per_s": bare, "service_adds": bare / figures["service"]["tokens_per_s"] - 1}
+
+
+class Baselines:
+    """transformers in processes of their own, compiling while we do and measuring when told to."""
+
+    def __init__(self, groups: tuple[tuple[int, ...], ...]) -> None:
+        command = [sys.executable, "-m", "tests.bench.gpu_baseline", "--context", str(CONTEXT), "--batches"]
+        self.processes = [
+            subprocess.Popen([*command, *map(str, batches)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for batches in groups
+        ]
+
+    def ready(self) -> list[str]:
+        return [process.stdout.readline().strip() for process in self.processes]
+
+    def measure(self) -> dict[str, float]:
+        """Milliseconds a step by batch; one process after the other."""
+        steps: dict[str, float] = {}
+        for process in self.processes:
+            out, _ = process.communicate("go\n")
+            steps |= {batch: seconds * 1e3 for batch, seconds in json.loads(out.splitlines()[-1]).items()}
+        return steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("tests/bench/results/gpu.json"))
+    parser.add_argument("--layers", type=int, default=LLAMA_3_8B.num_hidden_layers)
+    parser.add_argument("--skip-baseline", action="store_true")
+    arguments = parser.parse_args()
+    report = Report(arguments.out)
+    baselines = None if arguments.skip_baseline else Baselines(((1, 64), (8, 32)))
+    config = copy.deepcopy(LLAMA_3_8B)
+    config.num_hidden_layers = arguments.layers
+    capability = "sm" + "".join(map(str, torch.cuda.get_device_capability()))
+    profiles = (f"decode={COMPACTED_BATCH}x1", f"prefill=1x{PREFILL}")
+    shape = EngineShape(config, DType.BFLOAT16, MAX_LEN, PAGE, profiles, capability)
+    with tempfile.TemporaryDirectory() as scratch:
+        engine_directory, data = Path(scratch) / "engine", Path(scratch) / "data"
+        engine_directory.mkdir()
+        engine = None
+
+        def build() -> dict[str, float]:
+            nonlocal engine
+            engine = build_random_engine(shape, engine_directory)
+            torch.cuda.empty_cache()
+            return {"weights_bytes": engine.manifest.model.weights_bytes}
+
+        report.section("build", build)
+        if baselines is not None:
+            report.section("baseline_ready", baselines.ready)
+        copy_rate = report.section("copy_bytes_per_s", lambda: copy_bandwidth(torch.device("cuda")))
+        rate = report.section("matmul_per_s", matmul_rate)
+        pool = KVPool(engine.manifest.cache, NUM_PAGES, "cuda")
+        report.section("decode", lambda: decode_table(engine, pool, copy_rate))
+        report.section("prefill", lambda: prefill(engine, pool, rate))
+        report.section("dense_steps", lambda: dense_steps(engine, pool))
+        del pool  # the service has its own
+        torch.cuda.empty_cache()
+        asyncio.run(service(engine, data, report))
+        report.section("long_generation", lambda: long_generation(report.figures))
+        torch.cuda.empty_cache()
+        pool = KVPool(engine.manifest.cache, NUM_PAGES, "cuda")
+        report.section("overhead", lambda: overhead(engine, pool, report.figures))
+        if baselines is not None:
+            report.section("transformers_ms", baselines.measure)
+    report.section("plots", lambda: [plot_decode(report.figures, arguments.out), plot_pages(report.figures, arguments.out)])
+    print(json.dumps({k: v for k, v in report.figures.items() if not k.endswith("pages")}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
