@@ -10,7 +10,7 @@ PROTOS := $(wildcard proto/quire/v1/*.proto)
 export GOMP_SPINCOUNT ?= 1000
 export OMP_WAIT_POLICY ?= active
 
-.PHONY: help setup demo test check lint types arch proto manifests bench-cpu families tensorrt bench-tensorrt bench-compaction prove-fuzz compaction-fuzz compaction-soak load-soak serve-fuzz soak
+.PHONY: help setup demo test check lint types arch proto manifests bench-cpu families tensorrt bench-tensorrt bench-compaction bench-gpu prove-fuzz compaction-fuzz compaction-soak load-soak serve-fuzz soak
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-18s %s\n", $$1, $$2}'
@@ -71,6 +71,9 @@ tensorrt: setup ## TensorRT-RTX builds of the sizes that take minutes
 
 bench-tensorrt: setup ## what TensorRT-RTX builds cost here: SmolLM2, and Llama 3 8B from its config alone
 	$(BIN)/python -m tests.bench.tensorrt_builds
+
+bench-gpu: setup ## an 8B-shaped decoder on this host's GPU: engine, service, rounds, beside the card's bounds and transformers
+	$(BIN)/python -m tests.bench.gpu
 
 bench-compaction: setup ## the movers beside a copy: on the GPU if there is one, else on the CPU
 	$(BIN)/python -m tests.bench.compaction

@@ -1,112 +1,175 @@
-"""SmolLM2-135M compiled to TensorRT-RTX elsewhere, served here by both services over gRPC: run from the repository's root.
+"""The services on a GPU against eager `transformers`: `python -m tests.gpu.serving_check MODEL.gguf [--json FILE]`.
 
-    python3 -m tests.gpu.serving_check DIRECTORY GGUF [--json FILE]
-
-DIRECTORY holds store.tar.xz and expected.json of tests.gpu.prepare_serving, GGUF the joined parts of the model file. Exit code 0:
-every prompt's greedy tokens are eager float32's, alone and in a batch of eight.
+SmolLM2-135M, compiled and served by `quire up` on this host. Prints one table; exit code 1 if something does not hold.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
+import os
+import random
+import subprocess
 import sys
-import tarfile
-import tempfile
-import threading
-import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from compiler_service.ingest.gguf_model import open_gguf
-from compiler_service.ingest.model import WEIGHTS_FILE
-from compiler_service.ingest.safetensors_writer import write_safetensors
-from shared.manifest import decode_model_manifest
-from shared.pb.quire.v1 import control_pb2
-from tests.e2e.conftest import Generated, Quire, start_quire, stop_quire
+from compiler_service.ingest.digest import DigestCache
+from compiler_service.pipeline import Workspace, build
+from compiler_service.spec import CompileSpec, profile_set
+from runtime_service.engine.engine import EngineInputs
+from runtime_service.engine.loader import EngineLoader
+from runtime_service.kv.pool import KVPool
+from shared.artifacts.local import LocalStore
+from shared.ids import ArtifactId
+from shared.kv_spec import Layout
+from shared.manifest import decode_engine_manifest
+from tests.bench.machine import write_json
+from tests.e2e.conftest import Quire, in_parallel, start_quire, stop_quire
+from tests.e2e.hf_oracle import Oracle, Rounds
+from tests.e2e.test_compaction_equals_oracle import TOWNS, chat
+from tests.e2e.test_tokens_equal_transformers import MAX_TOKENS, PROMPTS
+
+PROFILES = ("decode=32x1", "prefill=2x512")
+NUM_PAGES = 4096
+QUESTIONS = (
+    ("How is bread made, from the grain to the loaf?", Rounds(budget=32, interval=16), 100),
+    (f"{TOWNS} Tell the history of these towns.", Rounds(budget=96, interval=32), 120),
+)
 
 
-def restore_weights(component: Path, gguf: Path) -> None:
-    """Write the weights the GGUF file holds, and compare them with the digest the compiler's manifest states."""
-    opened = open_gguf(gguf)
-    write_safetensors(component / WEIGHTS_FILE, opened.shapes, torch.float32, opened.tensors())
-    manifest, _own_digest = (component / "manifest.json").read_bytes().splitlines()
-    wanted = next(f for f in decode_model_manifest(manifest).files if f.path == WEIGHTS_FILE)
-    with (component / WEIGHTS_FILE).open("rb") as file:
-        got = hashlib.file_digest(file, "sha256").hexdigest()
-    if got != wanted.sha256:
-        raise SystemExit(f"the weights made here have digest {got}, the manifest states {wanted.sha256}")
+def capability() -> str:
+    return "sm" + "".join(map(str, torch.cuda.get_device_capability()))
 
 
-def serve(quire: Quire, expected: dict[str, list[list[int]]]) -> dict[str, object]:
-    prompts, wanted = expected["prompts"], expected["tokens"]
-    count = len(wanted[0])
-    alone = [quire.greedy("smollm2", prompt, count) for prompt in prompts]
-    first_deltas: list[float] = []
+class Check:
+    """The loaded engine, and what eager transformers says on the same GPU."""
 
-    def timed(prompt: list[int]) -> Generated:
-        began, seen = time.monotonic(), []
+    def __init__(self, quire: Quire, oracle: Oracle, engine: str) -> None:
+        self.quire, self.oracle, self.engine = quire, oracle, engine
+        with torch.device("cuda"):
+            oracle.model.to("cuda")
+            self.prompts = [oracle.tokenizer.encode(text) for text in PROMPTS]
+            self.expected = [oracle.greedy(prompt, MAX_TOKENS).tokens for prompt in self.prompts]
 
-        def on_event(event: object) -> None:
-            if not seen:
-                seen.append(time.monotonic() - began)
+    def alone(self) -> tuple[int, int]:
+        got = [self.quire.greedy(self.engine, prompt, MAX_TOKENS).tokens for prompt in self.prompts]
+        return sum(a == b for a, b in zip(got, self.expected, strict=True)), len(self.prompts)
 
-        result = quire.greedy("smollm2", prompt, count, on_event)
-        first_deltas.extend(seen)
-        return result
+    def mixed(self) -> tuple[int, int]:
+        """200 requests at random moments, each for some of its prompt's tokens."""
+        rng = random.Random(3)
+        wanted = [(rng.randrange(len(self.prompts)), rng.randint(1, MAX_TOKENS)) for _ in range(200)]
+        calls: list[Callable[[], object]] = [
+            lambda i=i, n=n: self.quire.greedy(self.engine, self.prompts[i], n).tokens == self.expected[i][:n] for i, n in wanted
+        ]
+        right = in_parallel(calls, [rng.uniform(0, 5) for _ in calls])
+        return sum(map(bool, right)), len(calls)
 
-    together: dict[int, Generated] = {}
-    threads = [threading.Thread(target=lambda i=i: together.__setitem__(i, timed(prompts[i]))) for i in range(len(prompts))]
-    began = time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    seconds = time.monotonic() - began
-    return {
-        "prompts": len(prompts),
-        "tokens_each": count,
-        "alone_equal": sum(got.tokens == tokens for got, tokens in zip(alone, wanted, strict=True)),
-        "batched_equal": sum(together[i].tokens == tokens for i, tokens in enumerate(wanted)),
-        "batched_tokens_per_s": len(prompts) * count / seconds,
-        "median_first_delta_s": sorted(first_deltas)[len(first_deltas) // 2],
-        "text": alone[0].text,
-    }
+    def pages(self) -> tuple[int, int]:
+        load = self.quire.engine_load(self.engine)
+        return load.pages_free, load.pages_total
+
+    def rounds(self) -> tuple[int, int]:
+        """Tokens, and the numbers of rounds and evicted entries, of eager's cache pruned at the same moments."""
+        right = 0
+        for question, rounds, max_tokens in QUESTIONS:
+            prompt = self.oracle.tokenizer.encode(chat(question))
+            with torch.device("cuda"):
+                expected = self.oracle.greedy(prompt, max_tokens, rounds=rounds)
+            options = {"budget": rounds.budget, "interval": rounds.interval, "sinks": rounds.sinks}
+            got = self.quire.greedy(self.engine, prompt, max_tokens, **options)
+            counts = (got.usage.compaction_rounds, got.usage.tokens_evicted)
+            right += got.tokens == expected.tokens and counts == (expected.rounds, expected.evicted)
+        return right, len(QUESTIONS)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("gguf", type=Path)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    expected = json.loads((options.directory / "expected.json").read_text())
-    with tempfile.TemporaryDirectory() as scratch:
-        data = Path(scratch)
-        with tarfile.open(options.directory / "store.tar.xz") as archive:
-            archive.extractall(data, filter="data")
-        (manifest,) = (data / "artifacts").rglob(f"{expected['model_id']}/manifest.json")
-        restore_weights(manifest.parent, options.gguf)
-        quire = start_quire(data)
-        try:
-            began = time.monotonic()
-            artifact = quire.artifact(expected["artifact_id"])
-            with quire.session.control() as stub:  # as large a pool as the server chooses
-                request = control_pb2.LoadEngineRequest(artifact_id=artifact.artifact_id, name="smollm2")
-                engine = stub.LoadEngine(request).engine
-            load_s = time.monotonic() - began
-            results = serve(quire, expected) | {"load_s": load_s, "pages": engine.num_pages, "device": torch.cuda.get_device_name()}
-        finally:
-            status = stop_quire(quire)
-            print((data / "services.log").read_text()[-3000:], file=sys.stderr)
-    right = results["alone_equal"] == results["batched_equal"] == results["prompts"] and status == 0
-    print(json.dumps(results, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
-    return 0 if right else 1
+def serve(source: Path, data: Path) -> dict[str, Any]:
+    """Rows of the table: check -> [got, wanted], or a traceback."""
+    rows: dict[str, Any] = {}
+    quire = start_quire(data)
+    try:
+        options = {"page_size": 32, "profiles": PROFILES, "targets": (capability(),)}
+        artifact = quire.artifact(quire.compile(source, **options).artifact_id)
+        quire.load(artifact.artifact_id, "smollm2", NUM_PAGES)
+        (component,) = (path.parent for path in (data / "artifacts").rglob(f"{artifact.model_id}/config.json"))
+        check = Check(quire, Oracle(component), "smollm2")
+        for name in ("alone", "mixed", "rounds", "pages"):
+            try:
+                rows[name] = list(getattr(check, name)())
+            except Exception:  # noqa: BLE001 - one report of everything that fails
+                rows[name] = traceback.format_exc()
+    finally:
+        stop_quire(quire)
+    return rows
+
+
+@torch.inference_mode()
+def least_bf16_cosine(source: Path, data: Path) -> float:
+    """Logits after each prompt: the bfloat16 engine beside eager bfloat16 transformers."""
+    data.mkdir(parents=True, exist_ok=True)
+    store = LocalStore(data / "artifacts")
+    spec = CompileSpec(
+        source=str(source),
+        backend="inductor",
+        layout=Layout.PAGED,
+        dtype="bfloat16",
+        max_len=2048,
+        page_size=32,
+        profiles=profile_set(PROFILES),
+        targets=(capability(),),
+        allow_copying=False,
+    )
+    built = build(spec, Workspace(store, DigestCache(data / "digests.json"), None), lambda *_: None, lambda: None)
+    model_id = ArtifactId(decode_engine_manifest(store.manifest(built.artifact_id)).model.model_id)
+    engine = EngineLoader().load(store.open(built.artifact_id), store.open(model_id))
+    pool = KVPool(engine.manifest.cache, 40, "cuda")
+    with store.open(model_id) as model:
+        oracle = Oracle(model.path("config.json").parent)
+        eager = oracle.model.to("cuda", torch.bfloat16)
+    least = 1.0
+    for text in PROMPTS:
+        prompt = torch.tensor([oracle.tokenizer.encode(text)], dtype=torch.int32)
+        count = prompt.shape[1]
+        position, zero = torch.arange(count, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32)
+        table = torch.arange(1, 20, dtype=torch.int32)[None]
+        logits = engine.run(EngineInputs("prefill", prompt, position, zero, zero + count - 1, table), pool)
+        wanted = eager(input_ids=prompt.long().cuda(), use_cache=False).logits[:, -1].float()
+        least = min(least, float(torch.cosine_similarity(logits, wanted).min()))
+    engine.close()
+    return least
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("--json", type=Path, default=Path(os.environ.get("OUT", ".")) / "serving.json")
+    parser.add_argument("--data", type=Path, default=Path("/tmp/quire-serving-check"))
+    parser.add_argument("--bf16", action="store_true", help="print the bfloat16 engine's least cosine and nothing else")
+    arguments = parser.parse_args()
+    if arguments.bf16:
+        print(json.dumps(least_bf16_cosine(arguments.source, arguments.data / "bf16")))
+        return
+    # The bfloat16 engine is built in a process of its own, while the services build the other.
+    command = [sys.executable, "-m", "tests.gpu.serving_check", str(arguments.source), "--bf16", "--data", str(arguments.data)]
+    half = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        rows = serve(arguments.source, arguments.data / "services")
+    except Exception:  # noqa: BLE001 - the other half is reported all the same
+        rows = {"services": traceback.format_exc()}
+    out, _ = half.communicate()
+    cosine = json.loads(out.splitlines()[-1]) if half.returncode == 0 else 0.0
+    held = {name: isinstance(row, list) and row[0] == row[1] for name, row in rows.items()}
+    held["bf16"] = cosine >= 0.999
+    for name, row in {**rows, "bf16": f"least cosine {cosine:.6f}"}.items():
+        print(f"{'ok ' if held[name] else 'BAD'} {name}: {row}", flush=True)
+    write_json(arguments.json, {"rows": rows, "bf16_least_cosine": cosine})
+    sys.exit(not all(held.values()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
