@@ -30,8 +30,9 @@ from shared.kernels.compaction.params import compact
 from shared.kernels.compaction.triton import mover as triton_mover
 from shared.kernels.compaction.triton.mover import Tuning
 from shared.kv_spec import DType
+from tests.gpu.runtime_rounds import allocations, check_runtime_rounds
 from tests.property.compaction_fuzz import fuzz_round
-from tests.support.compaction import catalogue, twins
+from tests.support.compaction import catalogue
 from tests.support.compaction.case import Case, GroupCase, Rig, choose_kept, differing_bytes, run, shuffled_tables
 from tests.support.compaction.far import differing_far_cells
 from tests.support.compaction.oracle import expected_after
@@ -185,37 +186,6 @@ def check_graph(device: torch.device) -> Iterator[Outcome]:
                 yield f"graph {mode} [{way}] {what} {attempt} allocates nothing", allocated
 
 
-def check_runtime_rounds(device: torch.device) -> Iterator[Outcome]:
-    """The runtime's rounds beside the same on the CPU, with forks, preemption and a draft: the same pools, maps and page lists,
-    without a wait for the device or an allocation on it."""
-    for mode, rows in itertools.product(Mode, RowMode):
-        for name, spec in twins.specs(mode).items():
-            policy = twins.policy_for(rows, spec)
-            if policy is None:
-                continue
-            drafted = rows is RowMode.UNION
-            pair = [twins.Twin(at, spec, policy, mode, drafted) for at in (torch.device("cpu"), device)]
-            rng, faults, allocated = np.random.default_rng(6), 0, 0
-            for _ in range(300):
-                twins.step(rng, pair)
-                if pair[0].due():
-                    pair[0].compactor.run(pair[0].due())
-                    allocated += unwaited(device, pair[1])
-                    faults += twins.differing(pair)
-            assert pair[0].compactor.evidence.rounds > 10
-            yield f"runtime {mode} {rows} {name}", faults
-            yield f"runtime {mode} {rows} {name} allocates nothing", allocated
-
-
-def unwaited(device: torch.device, twin: twins.Twin) -> int:
-    """Run what is due, allowed no wait for the device; returns how often it allocated there."""
-    before = allocations(device)
-    torch.cuda.set_sync_debug_mode("error")
-    twin.compactor.run(twin.due())
-    torch.cuda.set_sync_debug_mode("default")
-    return allocations(device) - before
-
-
 def stage_random(rng: np.random.Generator, *rigs: Rig) -> None:
     """New tables, lengths, decisions and offsets, the same in every rig, for a random number of active requests."""
     table = rng.permutation(64).astype(np.int32).reshape(4, 16) + 1
@@ -227,13 +197,6 @@ def stage_random(rng: np.random.Generator, *rigs: Rig) -> None:
     for rig in rigs:
         rig.layout.groups[0].block_table.copy_(torch.from_numpy(table))
         rig.inputs.stage(requests)
-
-
-def allocations(device: torch.device) -> int:
-    """Device allocations made so far, through torch's allocator and past it."""
-    torch.cuda.synchronize(device)
-    stats = torch.cuda.memory_stats(device)
-    return int(stats["allocation.all.allocated"]) + int(stats["num_alloc_retries"])
 
 
 def check_value_check(device: torch.device) -> Iterator[Outcome]:

@@ -7,6 +7,7 @@ import pytest
 from runtime_service.kv.allocator import DUMP_PAGE, PageAllocator
 from shared.errors import InternalError
 from shared.ids import PageId
+from tests.support.fences import Gate
 
 
 def pages(*ids: int) -> list[PageId]:
@@ -106,20 +107,6 @@ def test_integrity_counts_the_shared_pages() -> None:
 def test_a_pool_without_a_page_to_own_is_refused() -> None:
     with pytest.raises(ValueError, match="num_pages 1"):
         PageAllocator(1)
-
-
-class Gate:
-    """A fence that passes when told to, or when somebody waits for it."""
-
-    def __init__(self) -> None:
-        self.open, self.waits = False, 0
-
-    def passed(self) -> bool:
-        return self.open
-
-    def wait(self) -> None:
-        self.waits += not self.open
-        self.open = True
 
 
 def test_what_is_released_behind_a_fence_is_free_and_waited_for_only_when_it_is_needed() -> None:
