@@ -34,6 +34,7 @@ class RoundExecutor:
 
     def prepare(self, mode: Mode, rows: RowMode, keep: int) -> CompactionParams:
         """What rounds of this kind that keep up to `keep` entries use: allocated, and compiled, when it is first asked for."""
+        keep = min(keep, self._pools[0].spec.max_len)
         bound = self._bound.get((mode, rows))
         if bound is None or bound.inputs.keep_capacity < keep:
             bound = self._bound[mode, rows] = self._bind(mode, rows, keep)

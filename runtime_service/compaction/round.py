@@ -29,6 +29,7 @@ from runtime_service.compaction.policy import KVView, Policy
 from runtime_service.compaction.trigger import reserve
 from runtime_service.core.evidence import CompactionEvidence
 from runtime_service.core.params import CompactionParams
+from runtime_service.core.request import GenerationRequest
 from runtime_service.core.sequence import Sequence as KVSequence
 from runtime_service.kv.allocator import PageAllocator
 from runtime_service.kv.pool import KVPool
@@ -68,9 +69,11 @@ class Compactor:
         self._clock = clock
         self.evidence = CompactionEvidence()
 
-    def prepare(self, params: CompactionParams) -> None:
-        """Bind what rounds of a request with `params` need, so that none of its rounds does."""
-        self._executor.prepare(params.mode, self._policies[params.policy].rows, params.budget)
+    def prepare(self, request: GenerationRequest) -> None:
+        """Bind what the request's rounds need, so that none of them does. A request that never outgrows its budget has none."""
+        params = request.compaction
+        if params is not None and request.max_entries > params.budget:
+            self._executor.prepare(params.mode, self._policies[params.policy].rows, params.budget)
 
     def run(self, cohort: Sequence[KVSequence]) -> bool:
         """Run one round. False, with nothing changed, when no page is free for a copy of a shared page."""

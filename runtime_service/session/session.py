@@ -93,8 +93,7 @@ class EngineSession:
 
     def admit(self, generation: Generation) -> None:
         self.generations[generation] = None
-        if generation.request.compaction is not None:
-            self.compactor.prepare(generation.request.compaction)
+        self.compactor.prepare(generation.request)
         self._samples |= {sample.sequence: sample for sample in generation.samples}
         self.scheduler.add(generation.samples[0].sequence)
 

@@ -101,23 +101,23 @@ class Cohort:
 
     def __init__(self, decoder: Decoder, pool: KVPool, policy: str, mode: Mode) -> None:
         self.decoder, self.pool = decoder, pool
-        self.params = CompactionParams(policy, decoder.budget, decoder.interval, mode=mode)
+        entries = decoder.budget + decoder.interval
+        params = CompactionParams(policy, decoder.budget, decoder.interval, mode=mode)
+        self.request = GenerationRequest(
+            RequestId("bench"), "", (0,) * entries, SamplingParams(temperature=0.0), StopParams(max_tokens=9), params
+        )
         self.allocator = PageAllocator(pool.num_pages)
         self.compactor = Compactor(pool, self.allocator, POLICIES, decoder.batch)
-        self.compactor.prepare(self.params)
+        self.compactor.prepare(self.request)
 
     def sequences(self) -> list[Sequence]:
         return [self._sequence(index) for index in range(self.decoder.batch)]
 
     def _sequence(self, index: int) -> Sequence:
-        entries = self.decoder.budget + self.decoder.interval
-        prompt = GenerationRequest(
-            RequestId("bench"), "", (0,) * entries, SamplingParams(temperature=0.0), StopParams(max_tokens=9), self.params
-        )
-        sequence = Sequence(prompt, index, index)
+        sequence = Sequence(self.request, index, index)
         sequence.start()
         sequence.hold(self.allocator.try_allocate(self.pool.spec.max_pages) or [])
-        sequence.advance(entries)
+        sequence.advance(len(self.request.prompt_ids))
         return sequence
 
     def round_seconds(self, repeats: int) -> float:

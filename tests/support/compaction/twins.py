@@ -57,15 +57,15 @@ class Twin:
             for tensor in pool.tensors:
                 tensor.copy_(torch.arange(tensor.numel(), device=device).view_as(tensor) % 1021)
         self.compactor = Compactor(self.pool, self.allocator, {"drawn": policy}, MAX_SEQUENCES, self.draft)
-        self.params = CompactionParams("drawn", budget=9, interval=8, sinks=1, mode=mode)
-        self.compactor.prepare(self.params)
+        params = CompactionParams("drawn", budget=9, interval=8, sinks=1, mode=mode)
+        self.request = GenerationRequest(
+            RequestId("r"), "e", tuple(range(17)), SamplingParams(temperature=0.0), StopParams(max_tokens=400), params
+        )
+        self.compactor.prepare(self.request)
         self.sequences: list[Sequence] = []
 
     def add(self) -> None:
-        request = GenerationRequest(
-            RequestId("r"), "e", tuple(range(17)), SamplingParams(temperature=0.0), StopParams(max_tokens=400), self.params
-        )
-        self.sequences.append(Sequence(request, 0, len(self.sequences)))
+        self.sequences.append(Sequence(self.request, 0, len(self.sequences)))
         self.start(self.sequences[-1])
 
     def start(self, sequence: Sequence) -> None:

@@ -13,6 +13,7 @@ from runtime_service.core.params import CompactionParams
 from shared.kernels.compaction.modes import Mode, RowMode
 from shared.kv_spec import DType, LayerGroup
 from tests.support.round_memory import COMPACTION, FULL, Memory, both_layouts
+from tests.support.serving import request
 
 HOLES = replace(COMPACTION, mode=Mode.HOLE_FILLING)
 ALL_FULL = (replace(FULL, layers=(0, 1)), LayerGroup(layers=(2,), kv_heads=3, head_dim=2, dtype=DType.FLOAT32))
@@ -114,6 +115,22 @@ def test_a_cohort_of_every_kind_of_round_moves_together() -> None:
     assert ordered.positions.tolist() == [[0, 1, 5, 9, 10]]
     assert holes.positions.tolist() == [[0, 1, 5, 9, 10]]
     assert len({tuple(row) for row in by_head.positions.tolist()}) > 1
+
+
+def test_what_a_request_prepares_is_what_its_rounds_use() -> None:
+    """A budget over all that the cache holds, or one that is never outgrown, binds nothing again or at all."""
+    memory = Memory("paged")
+    bound = memory.compactor._executor._bound
+    memory.compactor.prepare(request([1], 9, compaction=CompactionParams("knorm", 99, 6)))
+    assert bound == {}
+    memory.compactor.prepare(memory.sequence(11).request)
+    (first,) = bound.values()
+    memory.compactor.run([memory.sequence(11)])
+    assert list(bound.values()) == [first]
+    for _ in range(2):
+        largest = memory.compactor._executor.prepare(Mode.ORDERED, RowMode.UNION, 10**6)
+    assert largest.inputs.keep_capacity == memory.spec.max_len
+    assert memory.compactor._executor.prepare(Mode.ORDERED, RowMode.UNION, 10**6) is largest
 
 
 def test_a_budget_larger_than_any_before_is_bound_anew() -> None:
