@@ -27,8 +27,10 @@ from tests.support.load.relay import Relay
 from tests.support.scrape import Scrape, scrape
 
 STREAMS = int(os.environ.get("QUIRE_STREAMS", "48"))
-STALL_AFTER_S = 3.0 if STREAMS < 100 else 15.0
+STALL_AFTER_S, LONG_TOKENS = (2.0, 3000) if STREAMS < 100 else (8.0, 10_000)
 WORD_SIZE = 2000
+OF_SCRAPES = 2
+"""Descriptors of scrapes that have just been answered."""
 MOST_GROWTH_BYTES = 24 << 20
 """Of the second wave over the first, which has filled every cache and arena there is: allocators keep a little here and there."""
 
@@ -81,14 +83,16 @@ async def loaded_server(data: Path) -> AsyncIterator[dict[str, str]]:
             await process.wait()
 
 
-async def settled(metrics: str, tasks: float | None = None) -> Weight:
-    """The weight once all requests have ended and the last connection is gone."""
-    async with asyncio.timeout(120):
-        while True:
-            weight = Weight.of(await scrape(metrics))
-            if weight.requests == 0 and (tasks is None or weight.tasks <= tasks):
-                return weight
-            await asyncio.sleep(0.1)
+async def settled(metrics: str, idle: Weight | None = None) -> Weight:
+    """The weight once it is no more than when `idle`, memory and threads apart; or whatever it is after a minute without that."""
+    deadline = asyncio.get_running_loop().time() + 60
+    while True:
+        weight = Weight.of(await scrape(metrics))
+        if idle is None or asyncio.get_running_loop().time() > deadline:
+            return weight
+        if weight.requests == 0 and weight.tasks <= idle.tasks and weight.descriptors <= idle.descriptors + OF_SCRAPES:
+            return weight
+        await asyncio.sleep(0.1)
 
 
 def ended(seen: Scrape) -> float:
@@ -111,11 +115,11 @@ async def test_nothing_is_left_behind_and_what_was_accepted_was_right(tmp_path):
     ):
         control, metrics = control_pb2_grpc.ControlStub(channel), server["metrics_address"]
         await control.LoadEngine(control_pb2.LoadEngineRequest(artifact_id=PAGED_ID, name="tiny", num_pages=65))
-        clients = Clients(server["address"], relay, STALL_AFTER_S + 2, random.Random(STREAMS))
+        clients = Clients(server["address"], relay, STALL_AFTER_S + 2, LONG_TOKENS, random.Random(STREAMS))
         idle = await settled(metrics)
 
         first = await clients.wave(STREAMS)
-        before = await settled(metrics, idle.tasks)
+        before = await settled(metrics, idle)
         seen = await scrape(metrics)
         for reason, count in refusals(first).items():
             assert (
@@ -129,7 +133,7 @@ async def test_nothing_is_left_behind_and_what_was_accepted_was_right(tmp_path):
         drained = await control.Drain(control_pb2.DrainRequest(deadline=Duration(nanos=300_000_000)))
         clients.hurry.set()
         second = await wave
-        after = await settled(metrics, idle.tasks)
+        after = await settled(metrics, idle)
         seen = await scrape(metrics)
 
         print(f"\n{STREAMS} streams a wave; drain: {drained.finished} finished, {drained.aborted} aborted")
@@ -147,10 +151,12 @@ async def test_nothing_is_left_behind_and_what_was_accepted_was_right(tmp_path):
         assert first["stalls: ended READER_STALLED"] > 0
         assert first["leaves: left"] + first["leaves: refused QUEUE_FULL"] == STREAMS // 8
         assert refusals(first).keys() <= {"QUEUE_FULL", "FIELD_OUT_OF_RANGE", "MODEL_NOT_FOUND", "KV_EXHAUSTED"}
-        assert sum(count for outcome, count in second.items() if outcome.endswith("DRAINING")) >= drained.aborted > 0
+        assert drained.aborted > 0
+        assert sum(count for outcome, count in second.items() if outcome.endswith("DRAINING")) > 0
         assert refusals(second).keys() <= {"QUEUE_FULL", "FIELD_OUT_OF_RANGE", "MODEL_NOT_FOUND", "KV_EXHAUSTED", "DRAINING"}
 
         assert (after.pages_used, after.pages_leaked, after.requests) == (0, 0, 0)
-        assert (after.tasks, after.threads, after.descriptors) == (before.tasks, before.threads, before.descriptors)
-        assert after.tasks == idle.tasks
+        assert after.tasks <= idle.tasks
+        assert after.descriptors <= idle.descriptors + OF_SCRAPES
+        assert after.threads <= before.threads
         assert after.resident_mib - before.resident_mib < MOST_GROWTH_BYTES / (1 << 20)

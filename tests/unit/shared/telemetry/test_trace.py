@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
@@ -90,3 +93,28 @@ def test_an_endpoint_without_the_extra_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "shared.telemetry.otel", None)
     with pytest.raises(BackendUnavailable, match=r"quire\[otel\]"):
         open_tracer("test", "http://127.0.0.1:4317")
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """An OTLP collector that keeps what it gets."""
+
+    def __init__(self):
+        self.exports = []
+
+    def Export(self, request, context):
+        self.exports.append(request)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+def test_what_is_traced_reaches_a_collector_before_the_tracer_closes():
+    collector, server = Collector(), grpc.server(ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with open_tracer("runtime", f"http://127.0.0.1:{port}") as tracer:
+        tracer(Span("Generate", 1.0, 2.0, parts=(Span("queue", 1.0, 1.5),)), TRACEPARENT)
+    server.stop(0)
+    (export,) = collector.exports
+    (resource,) = export.resource_spans
+    assert {a.key: a.value.string_value for a in resource.resource.attributes}["service.name"] == "quire-runtime"
+    assert [span.name for scope in resource.scope_spans for span in scope.spans] == ["queue", "Generate"]
