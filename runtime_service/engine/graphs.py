@@ -7,6 +7,7 @@ shapes run as they come.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -95,13 +96,13 @@ class GraphedSteps:
         self._table_width = manifest.cache.max_pages
         self._memory = torch.cuda.graph_pool_handle()
         self._recorded: dict[int, _Recorded] = {}
-        self._pool: KVPool | None = None
+        self._pool: weakref.ref[KVPool] | None = None
 
     def run(self, inputs: EngineInputs, pool: KVPool) -> Tensor:
         """Logits of checked inputs. MemoryExhausted when the device has no room for what the step needs beside the pool."""
-        if pool is not self._pool:
+        if self._pool is None or self._pool() is not pool:
             self._recorded.clear()
-            self._pool = pool
+            self._pool = weakref.ref(pool)  # a pool nobody serves from any more gives its memory back
         try:
             if inputs.profile == Phase.DECODE and inputs.query_len == 1:
                 return self._replay(inputs, pool)

@@ -6,6 +6,7 @@ Running a package before its constants are loaded is a segmentation fault inside
 
 from __future__ import annotations
 
+import ctypes
 import json
 import tempfile
 import zipfile
@@ -91,6 +92,9 @@ class BoundPackage:
 
 def _open(directory: Path, *, single_threaded: bool) -> Any:
     """`single_threaded` leaves out the events that torch otherwise records around a run, which no CUDA graph may contain."""
+    # Some toolchains link libstdc++ statically into a package. Its code must use the process's copy all the same: two halves of one
+    # std::locale end in a segmentation fault.
+    ctypes.CDLL("libstdc++.so.6", mode=ctypes.RTLD_GLOBAL)
     arguments = (_MODEL_NAME, single_threaded, 1, -1)
     if torch.torch_version.TorchVersion(torch.__version__) >= "2.13":
         return torch._C._aoti.AOTIModelPackageLoader(str(directory), *arguments)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
 import platform
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -52,6 +56,14 @@ def copy_bandwidth(device: torch.device, size: int = 4 << 30, repeats: int = 7) 
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
     return 2 * size / min(times)
+
+
+@contextmanager
+def gpu_alone() -> Iterator[None]:
+    """One measurement at a time on this machine's GPU, whichever process makes it."""
+    with (Path(tempfile.gettempdir()) / "quire-gpu.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def write_json(path: Path, results: Any) -> None:
