@@ -5,8 +5,9 @@ What they share beside that (who is alive, what is loaded) is guarded by one loc
 
     turn     carry out the inbox -> one step of every session -> publish the load
 
-An exception in one engine's step ends that engine's running requests and nothing else. An exception of the loop itself ends every
-stream with an error and shows in `stalled_for_s`, so a liveness probe fails instead of clients waiting in silence.
+An exception in one engine's step ends that engine's running requests and nothing else; one while a request is admitted ends that
+request. An exception of the loop itself ends every stream with an error and shows in `stalled_for_s`, so a liveness probe fails
+instead of clients waiting in silence.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class ServingLoop:
             if not self._alive:
                 self._progress_at = self._clock()
             self._alive[request.request_id] = generation
-            self._inbox.post(partial(session.admit, generation))
+            self._inbox.post(partial(self._admit, session, generation))
 
     def abort(self, request_id: RequestId) -> bool:
         """Cancel a request; it ends with what it has, as cancelled. False if no such request is alive."""
@@ -204,6 +205,14 @@ class ServingLoop:
         except Exception as error:  # noqa: BLE001 - nobody is above this frame; what is alive must not wait for ever
             _log.exception("serving_loop_died")
             self._die(error)
+
+    def _admit(self, session: EngineSession, generation: Generation) -> None:
+        try:
+            session.admit(generation)
+        except Exception as error:  # noqa: BLE001 - what one request cannot be given ends that request, never the loop
+            _log.exception("admission_failed", engine=session.name)
+            why = f"engine {session.name} could not prepare for the request: {type(error).__name__}: {error}"
+            session.end(generation, InternalError(why))
 
     def _step(self, session: EngineSession) -> bool:
         try:

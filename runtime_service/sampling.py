@@ -57,7 +57,7 @@ class SamplerState:
         """State of sample `sample_index` of a request.
 
         `vocab_size` is the tokenizer's: ids from there on are padding of the logits and are never chosen. `end_ids` (end of text,
-        stop ids) are not chosen either before `min_tokens` tokens exist. Ids of the prompt lie in `0..vocab_size`.
+        stop ids) are not chosen either before `min_tokens` tokens exist. Padding among them, or in the prompt, changes nothing.
         """
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
         # Philox takes its whole key, so equal seeds give equal draws and samples of one request differ.
@@ -66,8 +66,9 @@ class SamplerState:
         if params.has_penalties:
             counts = np.zeros(vocab_size, dtype=np.int32)
             seen = np.zeros(vocab_size, dtype=np.bool_)
-            seen[np.asarray(prompt_ids, dtype=np.int64)] = True
-        return cls(params, vocab_size, generator, tuple(end_ids), min_tokens, 0, counts, seen)
+            seen[[token_id for token_id in prompt_ids if token_id < vocab_size]] = True
+        choosable = tuple(token_id for token_id in end_ids if token_id < vocab_size)
+        return cls(params, vocab_size, generator, choosable, min_tokens, 0, counts, seen)
 
     @property
     def needs_only_argmax(self) -> bool:

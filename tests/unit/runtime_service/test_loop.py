@@ -12,11 +12,13 @@ from contextlib import contextmanager
 
 import pytest
 
+from runtime_service.compaction.round import Compactor
 from runtime_service.core.params import CompactionParams, SamplingParams
 from runtime_service.loop import DrainReport, ServingLoop
 from runtime_service.session.session import EngineSession
 from runtime_service.streaming.events import FinishReason
 from shared.errors import (
+    BuildFailed,
     Draining,
     DuplicateRequest,
     EngineIncompatible,
@@ -145,6 +147,22 @@ def test_a_failing_engine_does_not_touch_another() -> None:
     run(loop)
     assert isinstance(failing.error, InternalError)
     assert healthy.tokens() == Oracle().expected_tokens([1, 2], 9)
+
+
+def test_a_request_that_cannot_be_prepared_for_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mover of rounds is compiled, or allocated, for the first request that asks for them: that may fail."""
+    loop = serving(TinyEngine(), num_pages=40)
+    (healthy,) = submit(loop, request([1, 2], 9))
+
+    def no_compiler(*_: object) -> None:
+        raise BuildFailed("g++ was killed")
+
+    monkeypatch.setattr(Compactor, "prepare", no_compiler)
+    (failing,) = submit(loop, request([1, 2], 9, compaction=CompactionParams("sink_recent", 8, 4)))
+    run(loop)
+    assert "BuildFailed: g++ was killed" in str(failing.error)
+    assert healthy.tokens() == Oracle().expected_tokens([1, 2], 9)
+    assert (loop.load().engines[0].requests_failed, loop.load().engines[0].pages_free) == (1, 39)
 
 
 def test_a_name_is_loaded_once() -> None:

@@ -49,6 +49,13 @@ def test_padding_of_the_vocabulary_is_never_chosen(params):
         assert sample(logits, [one])[0].top_logprobs[0].token_id == 7
 
 
+def test_padding_in_the_prompt_or_among_the_end_tokens_changes_nothing():
+    """A model's vocabulary is wider than its tokenizer's: callers may send and name the ids between, nobody can choose them."""
+    logits = [4.0, 5.0, 1.0, 9.0]
+    assert run(logits, state(3, prompt_ids=(1, 3), repetition_penalty=2.0), 1) == [0]
+    assert run(logits, state(3, end_ids=(1, 3), min_tokens=1), 2) == [0, 1]
+
+
 @pytest.mark.parametrize("temperature", [1e-4, 1e-5, 1e-12, 5e-324])
 def test_tiny_temperatures_act_as_greedy(temperature):
     """BR-103: 12.5 / 1e-5 does not fit fp16; batch mates are not affected."""
