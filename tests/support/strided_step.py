@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, export
+from torch.export import Dim, ExportedProgram, export
 
 from compiler_service.export.program import DecoderProgram
 from compiler_service.ingest.program_caches import find_caches
@@ -12,7 +12,7 @@ from compiler_service.lowering.adopt import adopt_program
 from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout
 from shared.profiles import ProfileSet, parse_profile
 
-VOCAB, MAX_LEN, DIM, LONGEST = 97, 64, 16, 8
+VOCAB, MAX_LEN, DIM, LONGEST = 300, 64, 16, 8
 
 
 class StridedStep(nn.Module):
@@ -32,10 +32,13 @@ class StridedStep(nn.Module):
         return (rows[:, 0] + seen) @ self.embed.weight.T
 
 
-def strided_program() -> DecoderProgram:
+def export_strided() -> ExportedProgram:
     inputs = (torch.zeros(1, 5, dtype=torch.int64), torch.tensor(0))
-    exported = export(StridedStep(), inputs, dynamic_shapes=({1: Dim("length", min=1, max=LONGEST)}, None), strict=False)
-    program = exported.run_decompositions({})
+    return export(StridedStep(), inputs, dynamic_shapes=({1: Dim("length", min=1, max=LONGEST)}, None), strict=False)
+
+
+def strided_program() -> DecoderProgram:
+    program = export_strided().run_decompositions({})
     spec = KVCacheSpec((LayerGroup((0,), 1, DIM, DType.FLOAT32),), Layout.LINEAR, MAX_LEN, MAX_LEN)
     profiles = ProfileSet((parse_profile("decode=1x1"), parse_profile(f"prefill=1x{LONGEST}")))
     return adopt_program(program, find_caches(program), spec, profiles)

@@ -13,14 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.export import save
 from transformers import PreTrainedConfig
 
+from compiler_service import pipeline
 from compiler_service.backends.tensorrt.host import without_gpu
+from compiler_service.ingest.digest import DigestCache
+from compiler_service.pipeline import Workspace
+from compiler_service.spec import CompileSpec, profile_set
+from shared.artifacts.local import LocalStore
 from shared.errors import WriteNotProven
+from shared.kv_spec import Layout
+from shared.manifest import decode_engine_manifest
 from tests.gpu.prepare_tensorrt import gemma3_of_26_layers
 from tests.support.decoders import tiny_config
-from tests.support.strided_step import strided_program
-from tests.support.tensorrt_engines import Lowered, build, lower, lower_program
+from tests.support.strided_step import VOCAB as STRIDED_VOCAB
+from tests.support.strided_step import export_strided
+from tests.support.tensorrt_engines import Lowered, build, lower
+from tests.support.tokenizers import byte_level_tokenizer
 
 PROFILES = ("decode=1x1", "prefill=1x16")
 MAX_LEN, PAGE_SIZE = 64, 16
@@ -46,16 +56,43 @@ def summary(config: PreTrainedConfig, directory: Path, page_size: int | None) ->
 
 
 def copying_summary(directory: Path) -> dict[str, Any]:
-    """A program with one write that is a run and one that is not."""
-    lowered = lower_program(strided_program(), allow_copying=True)
+    """A `.pt2` with one write that is a run and one that is not, through the whole pipeline: refused, then allowed to copy."""
     directory.mkdir()
-    manifest = build(lowered, tiny_config("llama"), directory, capabilities=("sm80", "sm89", "sm120"))
+    save(export_strided(), directory / "model.pt2")
+    byte_level_tokenizer(STRIDED_VOCAB).save(str(directory / "tokenizer.json"))
+    store = LocalStore(directory / "artifacts")
+    workspace = Workspace(store, DigestCache(directory / "digests"), None)
+    spec = CompileSpec(
+        source=str(directory / "model.pt2"),
+        backend="tensorrt_rtx",
+        layout=Layout.LINEAR,
+        dtype="float32",
+        max_len=MAX_LEN,
+        page_size=MAX_LEN,
+        profiles=profile_set(("decode=1x1", "prefill=1x8")),
+        targets=("sm80", "sm89", "sm120"),
+        allow_copying=False,
+    )
+    told: list[str] = []
+    refused = ""
+    try:
+        pipeline.build(spec, workspace, lambda stage, fraction, message: None, lambda: None)
+    except WriteNotProven as error:
+        refused = str(error)
+    allowed = replace(spec, allow_copying=True)
+    result = pipeline.build(allowed, workspace, lambda stage, fraction, message: told.append(message), lambda: None)
+    with store.open(result.artifact_id) as artifact:
+        manifest = decode_engine_manifest(artifact.manifest_bytes)
     return {
         "targets": manifest.target.compute_capabilities,
         "aliases": [alias.input for alias in manifest.aliases],
         "roles": {binding.name: binding.role for binding in manifest.bindings},
         "certificates": {c.cache: (c.aliased, c.reason) for c in manifest.proof},
-        "refused": refusal(lowered),
+        "facts": (manifest.model.architecture, manifest.model.vocab_size, manifest.model.num_layers),
+        "constants": manifest.constants,
+        "takes_positions": manifest.takes_positions,
+        "refused": refused,
+        "told": told,
     }
 
 

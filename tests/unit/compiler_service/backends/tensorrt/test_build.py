@@ -99,7 +99,20 @@ def test_a_write_without_a_proof_copies_if_the_caller_allows_it(built: dict[str,
     aliased, reason = strided["certificates"]["v_cache.0"]
     assert not aliased
     assert "step 2" in reason
-    assert "v_cache.0 without a proof" in strided["refused"]
+    assert any("1 copied: v_cache.0" in message for message in strided["told"])
+
+
+def test_without_that_leave_the_job_ends_with_the_reason(built: dict[str, Any]) -> None:
+    assert "1 of 2 are not proven" in built["strided"]["refused"]
+    assert "v_cache.0: before lowering: refuted" in built["strided"]["refused"]
+
+
+def test_an_exported_program_is_published_like_a_checkpoint(built: dict[str, Any]) -> None:
+    """Its weights are a component of their own; its positions are its cells, which the runtime reads off the bindings."""
+    strided = built["strided"]
+    assert strided["facts"] == ["ExportedProgram", 300, 1]
+    assert strided["constants"] == {"embed.weight": "embed.weight"}
+    assert not strided["takes_positions"]
 
 
 def test_one_plan_serves_several_targets(built: dict[str, Any]) -> None:
