@@ -112,6 +112,12 @@ def _decomposed(
     scores = layers.select(visible, scores, layers.constant(np.full((1, 1, 1, 1), _HIDDEN, np.float32)))
     # By group, [B, Hkv, G, n, S], each query head's sink broadcasts.
     scores = layers.reshape(scores, (0, kv_heads, group, -1, k.shape[2]))
+    weights = layers.reshape(_softmax(layers, scores, kv_heads, group, sinks), (0, kv_heads, -1, k.shape[2]))
+    return layers.cast(layers.matmul(weights, v), dtype)
+
+
+def _softmax(layers: Layers, scores: ITensor, kv_heads: int, group: int, sinks: ITensor | None) -> ITensor:
+    """Over the last axis of `scores [B, Hkv, G, n, S]`; a sink is one more score that no value belongs to."""
     highest = layers.reduce("MAX", scores, 4)
     if sinks is not None:
         sinks = layers.reshape(layers.cast(sinks, trt.float32), (1, kv_heads, group, 1, 1))
@@ -120,5 +126,33 @@ def _decomposed(
     total = layers.reduce("SUM", weights, 4)
     if sinks is not None:
         total = layers.elementwise("SUM", total, layers.unary("EXP", layers.elementwise("SUB", sinks, highest)))
-    weights = layers.reshape(layers.elementwise("DIV", weights, total), (0, kv_heads, -1, k.shape[2]))
-    return layers.cast(layers.matmul(weights, v), dtype)
+    return layers.elementwise("DIV", weights, total)
+
+
+def masked_attention(
+    layers: Layers,
+    q: ITensor,
+    k: ITensor,
+    v: ITensor,
+    mask: ITensor,
+    heads: tuple[int, int],
+    scale: float,
+    value_dim: int,
+) -> ITensor:
+    """Attention of `q [B, Hq, n, D]` over `k [B, Hkv, S, D]` and `v [B, Hkv, S, value_dim]` in float32, whatever the sizes.
+
+    `mask [B, 1 or Hq, n, S]` is true for the cells seen, or is added to the scores; `heads` is (Hq, Hkv).
+    """
+    query_heads, kv_heads = heads
+    group, cells, dtype = query_heads // kv_heads, k.shape[2], q.dtype
+    q, k, v = (layers.cast(tensor, trt.float32) for tensor in (q, k, v))
+    folded = layers.reshape(q, (0, kv_heads, -1, k.shape[3]))
+    scaled = layers.elementwise("PROD", folded, layers.constant(np.full((1, 1, 1, 1), scale, np.float32)))
+    scores = layers.reshape(layers.matmul(scaled, k, transpose_right=True), (0, kv_heads, group, -1, cells))
+    by_group = layers.reshape(mask, (0, 1, 1, -1, cells) if mask.shape[1] == 1 else (0, kv_heads, group, -1, cells))
+    if mask.dtype == trt.bool:
+        scores = layers.select(by_group, scores, layers.constant(np.full((1, 1, 1, 1, 1), _HIDDEN, np.float32)))
+    else:
+        scores = layers.elementwise("SUM", scores, layers.cast(by_group, trt.float32))
+    weights = layers.reshape(_softmax(layers, scores, kv_heads, group, None), (0, kv_heads, -1, cells))
+    return layers.cast(layers.reshape(layers.matmul(weights, v), (0, query_heads, -1, value_dim)), dtype)

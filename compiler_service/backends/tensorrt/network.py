@@ -21,7 +21,7 @@ from torch_tensorrt.dynamo.conversion._ConversionContext import ConversionContex
 from torch_tensorrt.dynamo.conversion._ConverterRegistry import DYNAMO_CONVERTERS, CallingConvention
 from torch_tensorrt.dynamo.conversion.converter_utils import get_node_name
 
-from compiler_service.backends.tensorrt.attention import Masks, attend
+from compiler_service.backends.tensorrt.attention import Masks, attend, masked_attention
 from compiler_service.backends.tensorrt.copies import COPIED_WRITES, copy_and_write
 from compiler_service.backends.tensorrt.layers import ITensor, Layers
 from compiler_service.backends.tensorrt.pages import gather_pages, write_packed
@@ -129,6 +129,8 @@ class _Converter(fx.Interpreter):
         if (written := self._cache_of(self._node)) and written not in self._copied:
             raise WriteNotProven(f"{self._node} writes {written} without a proof that its cells are one run a row")
         packet = DYNAMO_CONVERTERS.get(self._node)
+        if packet is None and target is torch.ops.aten.scaled_dot_product_attention.default:
+            return self._masked_attention(*args, **kwargs)
         if packet is None:
             raise UnsupportedModel(f"TensorRT has no converter for {self._node} ({target}); an engine with gaps is not built")
         converter, convention, _ = packet
@@ -217,6 +219,14 @@ class _Converter(fx.Interpreter):
         keys, values = gather_pages(layers, written, table, cache.max_pages)
         heads = (self._node.all_input_nodes[0].meta["val"].shape[1], pool.shape[1])
         return attend(layers, self._masks_over(cache.max_pages * cache.page_size), q, keys, values, heads, scale, *rest)
+
+    def _masked_attention(self, q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0, *_: Any, **options: Any) -> ITensor:
+        """A program's own attention where TensorRT has no layer for it: one K/V head for all, keys and values of two sizes."""
+        shapes = [node.meta["val"].shape for node in self._node.all_input_nodes[:3]]
+        if mask is None or dropout:
+            raise UnsupportedModel(f"{self._node} attends without a mask or drops weights; TensorRT has no layer for its shapes")
+        scale = options.get("scale") or shapes[0][3] ** -0.5
+        return masked_attention(self._layers(), q, k, v, mask, (shapes[0][1], shapes[1][1]), scale, shapes[2][3])
 
     def _masks_over(self, num_cells: int) -> Masks:
         if self._masks is None:
