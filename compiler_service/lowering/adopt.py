@@ -5,7 +5,7 @@
     position_ids [B, n], if it has them            =>   position_ids int32, cast
     K and V buffers, written                       =>   inputs k_cache.i, v_cache.i, written
     state written before it is read                =>   gone: the value written is used in its place
-    logits [B, n, V] or [B, V]                     =>   logits float32 [B, V] of the token `last_index` names
+    logits [B, n, V]                               =>   logits float32 [B, V] of the token `last_index` names
 
 What the program computes is left alone; its writes and masks are for the proof to judge. Refused (UnsupportedModel): inputs of
 other shapes, state that is read before it is written, a batch fixed to anything but 1.
@@ -216,16 +216,15 @@ class _Adoption:
 
     def _last_logits(self, outputs: Sequence[fx.Node]) -> fx.Node:
         """Of the first output, the row `last_index` asks for."""
-        logits = outputs[0]
-        value = logits.meta["val"]
-        if value.dim() not in (2, 3) or not value.dtype.is_floating_point:
+        logits, tokens = outputs[0], self.inputs[INPUT_IDS]
+        value, (rows, length) = logits.meta["val"], tokens.meta["val"].shape
+        # Logits of the last token alone are none of a row that is padded at its end.
+        if value.dim() != 3 or value.shape[1] != length or not value.dtype.is_floating_point:
             raise UnsupportedModel(f"the first output must be {LOGITS} [batch, length, vocabulary]; it is {list(value.shape)}")
         self.vocab_size = int(value.shape[-1])
-        if value.dim() == 3:
-            rows = self.inputs[INPUT_IDS].meta["val"].shape[0]
-            count = rows if isinstance(rows, int) else self._call(aten.sym_size.int, self.inputs[INPUT_IDS], 0)
-            each = self._call(aten.arange.default, count, device=torch.device("cpu"), pin_memory=False)
-            logits = self._call(aten.index.Tensor, logits, [each, self.inputs[LAST_INDEX]])
+        count = rows if isinstance(rows, int) else self._call(aten.sym_size.int, tokens, 0)
+        each = self._call(aten.arange.default, count, device=torch.device("cpu"), pin_memory=False)
+        logits = self._call(aten.index.Tensor, logits, [each, self.inputs[LAST_INDEX]])
         return logits if value.dtype is torch.float32 else self._call(aten._to_copy.default, logits, dtype=torch.float32)
 
 

@@ -46,7 +46,15 @@ _SIZES: dict[str, Any] = {
 }
 """Sizes by the names the families' configurations have for them; each takes those it knows."""
 
-_MLA = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8}
+_MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "head_dim": 8,
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -110,7 +110,7 @@ class _Toy(nn.Module):
         cells = torch.arange(input_ids.shape[1]) + start
         self.key_cache.index_copy_(2, cells, rows)
         self.value_cache.index_copy_(2, cells, rows)
-        return (self.key_cache + self.value_cache).sum(2)
+        return rows[:, 0] + (self.key_cache + self.value_cache).sum(2)
 
 
 class _Counting(_Toy):
@@ -160,3 +160,31 @@ class _Unpaired(_Toy):
 def test_a_cache_without_a_partner_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match="state is written and is neither the keys nor the values"):
         toy(_Unpaired(), torch.zeros(1, 5, dtype=torch.int64))
+
+
+class _Positioned(_Toy):
+    def forward(self, input_ids: Tensor, position_ids: Tensor, start: Tensor) -> Tensor:
+        return super().forward(input_ids + 100 * position_ids, start)
+
+
+def test_positions_of_its_own_stay_an_input() -> None:
+    """Such a program can be compacted: cells and positions are told apart."""
+    ids = torch.zeros(1, 5, dtype=torch.int64)
+    length = Dim("length", min=1, max=LONGEST)
+    shapes = ({1: length}, {1: length}, None)
+    program = adopt(export(_Positioned(), (ids, ids.clone(), torch.tensor(0)), dynamic_shapes=shapes, strict=False), 1, 1, 2)
+    assert list(program.inputs.values()) == ["input_ids", "position_ids", "write_start", "last_index", "k_cache.0", "v_cache.0"]
+    caches = [torch.zeros(1, 1, MAX_LEN, 2) for _ in "kv"]
+    program.program.module(check_guards=False)(int32([[1, 2]]), int32([[7, 8]]), int32([3]), int32([1]), *caches)
+    assert caches[0][0, 0, 2:6, 0].tolist() == [0, 701, 802, 0]
+
+
+class _LastOnly(_Toy):
+    def forward(self, input_ids: Tensor, start: Tensor) -> Tensor:
+        return super().forward(input_ids, start)[:, -1]
+
+
+def test_logits_of_the_last_token_alone_are_refused() -> None:
+    """A prefill chunk is padded at its end, and its last real token is another."""
+    with pytest.raises(UnsupportedModel, match=r"must be logits \[batch, length, vocabulary\]; it is \[1, 2\]"):
+        toy(_LastOnly(), torch.zeros(1, 5, dtype=torch.int64))
