@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import copy
 import itertools
 import json
 import random
@@ -19,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,11 @@ from shared.kv_spec import DType
 from tests.bench.gpu_cells import PageWatch, bare_decode, bare_prefill, mixed_load, same_requests, served_decode
 from tests.bench.gpu_plots import plot_decode, plot_pages
 from tests.bench.machine import copy_bandwidth, gpu_alone, write_json
-from tests.bench.random_engine import LLAMA_3_8B, EngineShape, build_random_engine
+from tests.bench.random_engine import EngineShape, build_random_engine, llama_3_8b
 from tests.bench.served import serve
 
 BATCHES = (1, 8, 32, 64)
+HIDDEN = llama_3_8b().hidden_size
 CONTEXT, PREFILL = 2048, 4096
 PROMPT, GENERATED, BUDGET, INTERVAL = 512, 8192, 2048, 128
 MAX_LEN, PAGE = 9216, 32
@@ -77,8 +77,7 @@ def matmul_rate() -> float:
 def read_bytes(engine: Engine) -> int:
     """Weights a decode step reads: all but the embedding, of which it reads a row a token."""
     model = engine.manifest.model
-    config = LLAMA_3_8B
-    return model.weights_bytes - model.vocab_size * config.hidden_size * 2
+    return model.weights_bytes - model.vocab_size * HIDDEN * 2
 
 
 def decode_table(engine: Engine, pool: KVPool, copy: float) -> dict[str, Any]:
@@ -92,9 +91,9 @@ def decode_table(engine: Engine, pool: KVPool, copy: float) -> dict[str, Any]:
 
 def prefill(engine: Engine, pool: KVPool, rate: float) -> dict[str, float]:
     seconds = bare_prefill(engine, pool, PREFILL, 5)
-    config = LLAMA_3_8B
-    projections = 2 * PREFILL * (read_bytes(engine) // 2 - config.vocab_size * config.hidden_size)
-    attention = 2 * 2 * config.num_hidden_layers * config.hidden_size * PREFILL**2 // 2
+    model = engine.manifest.model
+    projections = 2 * PREFILL * (read_bytes(engine) // 2 - model.vocab_size * HIDDEN)
+    attention = 2 * 2 * model.num_layers * HIDDEN * PREFILL**2 // 2
     return {"ms": seconds * 1e3, "tokens_per_s": PREFILL / seconds, "of_matmul_rate": (projections + attention) / seconds / rate}
 
 
@@ -105,7 +104,7 @@ def dense_steps(engine: Engine, pool: KVPool) -> dict[str, float]:
     return {str(context): bare_decode(engine, pool, DENSE_BATCH, context, 24) * 1e3 for context in contexts}
 
 
-async def service(engine: Engine, data: Path, report: Report) -> None:
+async def service(engine: Engine, data: Path, report: Report, mixed_s: float) -> None:
     vocab = engine.manifest.model.vocab_size
     loop = asyncio.get_running_loop()
 
@@ -126,7 +125,7 @@ async def service(engine: Engine, data: Path, report: Report) -> None:
         rng = random.Random(1)
         wanted = [
             {"seed": i, "vocab": vocab, "prompt_len": rng.randint(8, 1500), "max_tokens": rng.randint(16, 256),
-             "delay_s": rng.uniform(0, 15)} | ({"budget": 256, "interval": 64} if i % 3 == 0 else {})
+             "delay_s": rng.uniform(0, mixed_s)} | ({"budget": 256, "interval": 64} if i % 3 == 0 else {})
             for i in range(200)
         ]  # fmt: skip
         await measured("mixed_load", mixed_load(served, wanted))
@@ -152,10 +151,19 @@ def overhead(figures: dict[str, Any]) -> float:
 class Baselines:
     """transformers in processes of their own, compiling while we do and measuring when told to."""
 
-    def __init__(self, groups: tuple[tuple[int, ...], ...]) -> None:
-        command = [sys.executable, "-m", "tests.bench.gpu_baseline", "--context", str(CONTEXT), "--batches"]
+    def __init__(self, groups: Sequence[str], layers: int) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "tests.bench.gpu_baseline",
+            "--layers",
+            str(layers),
+            "--context",
+            str(CONTEXT),
+            "--batches",
+        ]
         self.processes = [
-            subprocess.Popen([*command, *map(str, batches)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen([*command, *batches.split(",")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             for batches in groups
         ]
 
@@ -186,16 +194,15 @@ def engine_figures(engine: Engine, report: Report) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("tests/bench/results/gpu.json"))
-    parser.add_argument("--layers", type=int, default=LLAMA_3_8B.num_hidden_layers)
-    parser.add_argument("--skip-baseline", action="store_true")
+    parser.add_argument("--layers", type=int, default=32, help="fewer compile sooner; their ratios are not the whole model's")
+    parser.add_argument("--baseline", nargs="*", default=["1,64", "8,32"], help="batches of each transformers process")
+    parser.add_argument("--mixed-s", type=float, default=60.0, help="seconds over which 200 random requests arrive")
     arguments = parser.parse_args()
     report = Report(arguments.out)
-    baselines = None if arguments.skip_baseline else Baselines(((1, 64), (8, 32)))
-    config = copy.deepcopy(LLAMA_3_8B)
-    config.num_hidden_layers = arguments.layers
+    baselines = Baselines(arguments.baseline, arguments.layers) if arguments.baseline else None
     capability = "sm" + "".join(map(str, torch.cuda.get_device_capability()))
     profiles = (f"decode={COMPACTED_BATCH}x1", f"prefill=1x{PREFILL}")
-    shape = EngineShape(config, DType.BFLOAT16, MAX_LEN, PAGE, profiles, capability)
+    shape = EngineShape(llama_3_8b(arguments.layers), DType.BFLOAT16, MAX_LEN, PAGE, profiles, capability)
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "engine"
         directory.mkdir()
@@ -207,7 +214,7 @@ def main() -> None:
         with gpu_alone():
             engine_figures(engine, report)
             torch.cuda.empty_cache()
-            asyncio.run(service(engine, Path(scratch) / "data", report))
+            asyncio.run(service(engine, Path(scratch) / "data", report, arguments.mixed_s))
             report.section("long_generation", lambda: long_generation(report.figures))
             report.section("service_adds", lambda: overhead(report.figures))
             if baselines is not None:

@@ -14,7 +14,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, StaticCache
 
-from tests.bench.random_engine import LLAMA_3_8B
+from tests.bench.random_engine import llama_3_8b
 
 WARM_UPS, STEPS = 4, 30
 
@@ -59,8 +59,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=int, nargs="+", required=True)
     parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--layers", type=int, required=True)
     arguments = parser.parse_args()
-    baseline = Baseline(LLAMA_3_8B, arguments.context, "cuda")
+    baseline = Baseline(llama_3_8b(arguments.layers), arguments.context, "cuda")
     for batch in arguments.batches:
         baseline.run(batch, WARM_UPS)
     print("ready", flush=True)

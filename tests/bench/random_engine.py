@@ -25,17 +25,20 @@ from shared.inductor.package import Package
 from shared.kv_spec import DType, Layout
 from shared.manifest import SCHEMA_VERSION, EngineManifest, ModelFacts
 
-LLAMA_3_8B = LlamaConfig(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=128256,
-    max_position_embeddings=131072,
-    rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-    tie_word_embeddings=False,
-)
+
+def llama_3_8b(num_layers: int = 32) -> LlamaConfig:
+    """The shape of Llama 3 8B, or of its first layers."""
+    return LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=num_layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=False,
+    )
 
 
 @dataclass(frozen=True)
