@@ -43,21 +43,22 @@ def tracer_of(provider: TracerProvider) -> Tracer:
 
     def record(span: Span, traceparent: str) -> None:
         # A traceparent that is none begins a new trace, as W3C asks for.
-        _record(tracer, span, propagator.extract({"traceparent": traceparent}), SpanKind.SERVER)
+        parent = propagator.extract({"traceparent": traceparent})
+        _record(tracer, span, parent, SpanKind.SERVER, to_unix_s=time.time() - time.monotonic())
 
     return record
 
 
-def _record(tracer: trace.Tracer, span: Span, parent: Context, kind: SpanKind) -> None:
-    to_unix = time.time() - time.monotonic()
+def _record(tracer: trace.Tracer, span: Span, parent: Context, kind: SpanKind, to_unix_s: float) -> None:
+    """`to_unix_s` leads from the clock of spans to Unix time: one for a tree, so that its parts meet."""
     made = tracer.start_span(
-        span.name, parent, kind, attributes=dict(span.attributes), start_time=_nanoseconds(span.begun_s + to_unix)
+        span.name, parent, kind, attributes=dict(span.attributes), start_time=_nanoseconds(span.begun_s + to_unix_s)
     )
     if span.error:
         made.set_status(Status(StatusCode.ERROR, span.error))
     for part in span.parts:
-        _record(tracer, part, trace.set_span_in_context(made, parent), SpanKind.INTERNAL)
-    made.end(_nanoseconds(span.ended_s + to_unix))
+        _record(tracer, part, trace.set_span_in_context(made, parent), SpanKind.INTERNAL, to_unix_s)
+    made.end(_nanoseconds(span.ended_s + to_unix_s))
 
 
 def _nanoseconds(seconds: float) -> int:
