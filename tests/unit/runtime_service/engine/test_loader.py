@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from runtime_service.engine import loader as loader_module
 from runtime_service.engine.loader import EngineLoader, check_host, check_package
-from shared.errors import ArtifactCorrupt, EngineIncompatible
+from shared.errors import ArtifactCorrupt, EngineIncompatible, MemoryExhausted
 from shared.inductor.files import PACKAGE_DIRECTORY
 from shared.inductor.package import Package
 from shared.kv_spec import Layout
@@ -141,6 +143,34 @@ def test_an_instruction_set_the_manifest_does_not_name_is_refused(manifest: Engi
     other = replace(manifest, toolchain={**manifest.toolchain, "cpu_isa": "AVX1024"})
     with pytest.raises(EngineIncompatible, match=r"toolchain\.cpu_isa: the engine needs AVX1024"):
         check_package(other, Package(package_copy))
+
+
+def test_a_gpu_engine_is_refused_where_there_is_no_gpu(manifest: EngineManifest) -> None:
+    elsewhere = replace(manifest, target=Target(device="cuda", isa=(), compute_capabilities=("sm90",)))
+    with pytest.raises(EngineIncompatible, match=r"target\.device: the engine needs cuda, here is cpu"):
+        check_host(elsewhere)
+
+
+def test_a_gpu_without_room_is_a_typed_refusal(tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever in the load the memory runs out, the artifacts are given back."""
+
+    def no_room(*_: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+    monkeypatch.setattr(loader_module, "check_package", no_room)
+    engine = tiny.store.open(tiny.engine_id)
+    with pytest.raises(MemoryExhausted, match="no room for the engine and its weights: tried to allocate 20 GiB"):
+        EngineLoader().load(engine, tiny.store.open(tiny.model_id))
+
+
+def test_older_releases_of_torch_open_a_package_all_the_same(tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 2.12 they read archives alone: one is packed and thrown away."""
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    with tiny.store.open(tiny.engine_id) as handle:
+        directory = handle.path(f"{PACKAGE_DIRECTORY}/archive_format").parent
+        packed = Package(directory)
+        monkeypatch.undo()
+        assert (packed.constants, packed.pool_uses) == (Package(directory).constants, Package(directory).pool_uses)
 
 
 def test_a_directory_without_a_package_is_corrupt(tmp_path: Path) -> None:
