@@ -115,7 +115,7 @@ class EngineManifest:
         return any(binding.name == POSITION_IDS for binding in self.bindings)
 
 
-_M = TypeVar("_M")
+_M = TypeVar("_M", EngineManifest, ModelManifest)
 
 
 def canonical_json(value: Any) -> bytes:
@@ -129,9 +129,14 @@ def encode_manifest(manifest: EngineManifest | ModelManifest) -> bytes:
 
 def _decode(kind: type[_M], data: bytes) -> _M:
     try:
-        return TypeAdapter(kind).validate_json(data)
+        manifest = TypeAdapter(kind).validate_json(data)
     except (ValidationError, ValueError) as error:
         raise ArtifactCorrupt(f"a manifest of schema {SCHEMA_VERSION} was expected ({kind.__name__}); {error}") from error
+    if manifest.schema_version != SCHEMA_VERSION:
+        raise ArtifactCorrupt(
+            f"a manifest of schema {SCHEMA_VERSION} was expected; got schema {manifest.schema_version}, compile again"
+        )
+    return manifest
 
 
 def decode_engine_manifest(data: bytes) -> EngineManifest:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from compiler_service.service import convert
 from shared.artifacts.key import ArtifactKey, explain_difference
 from shared.artifacts.record import read_head
@@ -27,7 +29,11 @@ def get(store: ArtifactStore, artifact_id: str) -> compiler_pb2.Artifact:
 
 
 def page(store: ArtifactStore, request: compiler_pb2.ListArtifactsRequest) -> compiler_pb2.ListArtifactsResponse:
-    """Newest first; the page token is the id of the last artifact seen."""
+    """Newest first; the page token is the id of the last artifact seen.
+
+    Manifests and proofs are left out: a message has a greatest size. So is an artifact removed meanwhile; one whose manifest this
+    version cannot read is shown as unreadable.
+    """
     if request.kind and request.kind not in KINDS:
         raise FieldOutOfRange(f"kind must be {' or '.join(KINDS)}, or empty; got {request.kind[:40]!r}", field="kind")
     size = request.page_size or DEFAULT_PAGE
@@ -43,8 +49,21 @@ def page(store: ArtifactStore, request: compiler_pb2.ListArtifactsRequest) -> co
     shown = found[start : start + size]
     more = start + size < len(found)
     return compiler_pb2.ListArtifactsResponse(
-        artifacts=[_message(store, info) for info in shown], next_page_token=shown[-1].artifact_id if more else ""
+        artifacts=[line for info in shown if (line := _line(store, info)) is not None],
+        next_page_token=shown[-1].artifact_id if more else "",
     )
+
+
+def _line(store: ArtifactStore, info: ArtifactInfo) -> compiler_pb2.Artifact | None:
+    try:
+        message = _message(store, info)
+    except ArtifactNotFound:
+        return None
+    except ArtifactCorrupt:
+        return convert.unreadable_message(replace(info, kind=UNREADABLE))
+    message.ClearField("proof")
+    message.ClearField("manifest_json")
+    return message
 
 
 def _message(store: ArtifactStore, info: ArtifactInfo) -> compiler_pb2.Artifact:

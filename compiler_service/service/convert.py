@@ -246,7 +246,7 @@ def model_message(info: ArtifactInfo, manifest: ModelManifest, manifest_json: by
 
 
 def unreadable_message(info: ArtifactInfo) -> compiler_pb2.Artifact:
-    """An artifact whose manifest is damaged: it can only be deleted."""
+    """An artifact whose manifest is damaged, or of another version: it can only be deleted."""
     return compiler_pb2.Artifact(
         artifact_id=info.artifact_id, kind=info.kind, size_bytes=info.size_bytes, published_at=timestamp(info.published_s)
     )

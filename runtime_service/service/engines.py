@@ -20,7 +20,7 @@ from runtime_service.core.params import CompactionParams
 from runtime_service.engine.engine import Engine
 from runtime_service.loop import ServingLoop
 from runtime_service.service.convert import relabel
-from runtime_service.service.memory import available_bytes, available_device_bytes, default_pages, pages_within
+from runtime_service.service.memory import available_bytes, available_device_bytes, check_room, default_pages, pages_within
 from runtime_service.service.prompts import PromptEncoder, PromptLimits
 from runtime_service.service.roster import MAX_ATTEMPTS, Roster, RosterEntry
 from shared.artifacts.record import read_head
@@ -203,6 +203,8 @@ class Engines:
             if request.compaction is not None:
                 _check_default(request.compaction, manifest)
             num_pages = self._num_pages(request, manifest)
+            if manifest.target.device == "cpu":  # a GPU's allocator refuses by itself
+                check_room(num_pages, manifest.cache, available_bytes())
             self._loop.add_engine(request.name, engine, tokenizer, num_pages)
             undo.pop_all()  # the engine holds both artifacts, and the loop the engine, from here on
         limits = PromptLimits(self._settings.max_prompt_bytes, self._settings.max_prompt_tokens)

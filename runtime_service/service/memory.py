@@ -14,13 +14,18 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Memory this process may still take: the host's, or less where a control group (a container) limits it."""
+    """Memory this process may still take: the host's, or less where a control group (a container) limits it.
+
+    Cached file pages, of weights that were just verified for one, are given back when memory is wanted: they count as free.
+    """
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     host = int(fields["MemAvailable"].split()[0]) * 1024
     limit, used = cgroup / "memory.max", cgroup / "memory.current"
     if not limit.exists() or (text := limit.read_text().strip()) == "max":
         return host
-    return max(0, min(host, int(text) - int(used.read_text())))
+    usage = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    cached = int(usage["active_file"]) + int(usage["inactive_file"])
+    return max(0, min(host, int(text) - int(used.read_text()) + cached))
 
 
 def available_device_bytes(margin_bytes: int) -> int:
@@ -41,6 +46,15 @@ def pages_within(num_bytes: int, spec: KVCacheSpec) -> int:
             f"a KV pool needs 2 pages of {spec.page_bytes} bytes at least (one is the dump page); got room for {num_bytes} bytes"
         )
     return pages
+
+
+def check_room(num_pages: int, spec: KVCacheSpec, room_bytes: int) -> None:
+    """MemoryExhausted for a pool larger than `room_bytes`: on a host that overcommits, filling it would end the process."""
+    if num_pages * spec.page_bytes > room_bytes:
+        raise MemoryExhausted(
+            f"a KV pool of {num_pages} pages takes {num_pages * spec.page_bytes} bytes; this host has {room_bytes} left. "
+            "Use fewer pages or unload an engine"
+        )
 
 
 def default_pages(spec: KVCacheSpec, max_batch: int, share_bytes: int) -> int:

@@ -53,7 +53,7 @@ def _row(artifact: compiler_pb2.Artifact) -> tuple[object, ...]:
 def list_artifacts(
     context: typer.Context,
     kind: Annotated[str, typer.Option(help="engine or model")] = "",
-    limit: Annotated[int, typer.Option(min=1, max=1000)] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=500)] = 100,
 ) -> None:
     """List artifacts."""
     session = session_of(context)

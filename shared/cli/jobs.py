@@ -23,7 +23,7 @@ def _row(job: compiler_pb2.CompileJob) -> tuple[object, ...]:
 
 
 @app.command("ls")
-def list_jobs(context: typer.Context, limit: Annotated[int, typer.Option(min=1, max=1000)] = 50) -> None:
+def list_jobs(context: typer.Context, limit: Annotated[int, typer.Option(min=1, max=500)] = 50) -> None:
     """List the newest jobs."""
     session = session_of(context)
     with session.compiler() as stub:

@@ -101,6 +101,7 @@ class Client:
         *,
         with_model: bool = True,
         components: dict[str, str] | None = None,
+        fields: dict[str, object] | None = None,
     ) -> None:
         """An engine of one empty file, and the model it needs."""
         base = tiny_manifest(TinyModel().spec(Layout.PAGED, 16, 512), ("decode=8x1", "prefill=1x128"), (1,))
@@ -119,6 +120,7 @@ class Client:
             toolchain=toolchain,
             key_components=components or {},
             target=Target("cpu", ("avx2",), ()),
+            **(fields or {}),
         )
         self._publish(artifact_id, "engine.bin", encode_manifest(engine))
 

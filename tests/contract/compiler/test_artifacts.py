@@ -91,6 +91,30 @@ async def test_a_damaged_manifest_can_be_listed_and_deleted(client):
     assert not client.store.contains(ENGINE_ID)
 
 
+async def test_a_listing_goes_on_past_what_another_version_wrote_or_what_is_removed_meanwhile(client, monkeypatch):
+    gone, other = "1" * 64, "2" * 64
+    client.publish()
+    client.publish(gone)
+    client.publish(other, fields={"schema_version": 99})
+    genuine = LocalStore.manifest
+
+    def manifest(store, artifact_id):
+        return genuine(store, "3" * 64 if artifact_id == gone else artifact_id)
+
+    monkeypatch.setattr(LocalStore, "manifest", manifest)
+    listed = (await client.stub.ListArtifacts(pb.ListArtifactsRequest())).artifacts
+    assert [(a.kind, a.artifact_id) for a in listed] == [("unreadable", other), ("engine", ENGINE_ID), ("model", MODEL_ID)]
+
+
+async def test_a_listing_of_many_large_engines_fits_into_a_message(client):
+    """An engine of 30 layers has a manifest of 47 KB."""
+    for number in range(50):
+        client.publish(f"{number:064x}", components={"graph": "x" * 100_000})
+    listed = (await client.stub.ListArtifacts(pb.ListArtifactsRequest(kind="engine"))).artifacts
+    assert len(listed) == 50
+    assert not any(artifact.manifest_json or artifact.proof for artifact in listed)
+
+
 async def test_what_still_serves_is_not_deleted(client):
     client.publish()
     with refused("IN_USE"):

@@ -104,6 +104,15 @@ async def test_bad_loads_are_refused_and_leave_nothing(tmp_path, fields, reason,
         assert not any(info.in_use for info in LocalStore(tmp_path / "artifacts").list())
 
 
+async def test_a_pool_beyond_the_hosts_memory_is_refused_before_it_is_filled(tmp_path, monkeypatch):
+    """Each layer's tensor may be granted by a host that overcommits, and all of them be the end of the process."""
+    monkeypatch.setattr("runtime_service.service.engines.available_bytes", lambda: 10_000)
+    async with serve(tmp_path) as served:
+        await refused(served.load(num_pages=65), "MEMORY_EXHAUSTED")
+        assert await listed(served) == []
+        assert (await served.load(num_pages=2)).num_pages == 2
+
+
 async def test_a_tampered_artifact_is_refused(tmp_path):
     async with serve(tmp_path) as served:
         (path,) = (tmp_path / "artifacts").rglob(f"{MODEL_ID}/tokenizer.json")

@@ -664,7 +664,7 @@ class Artifact(_message.Message):
     page_size: _builtins.int
     size_bytes: _builtins.int
     manifest_json: _builtins.bytes
-    """The manifest itself, canonical JSON."""
+    """The manifest itself, canonical JSON. Listings leave it and the proof out."""
     @_builtins.property
     def profiles(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.OptimizationProfile]: ...
     @_builtins.property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runtime_service.service.memory import available_bytes, default_pages, pages_within
+from runtime_service.service.memory import available_bytes, check_room, default_pages, pages_within
 from shared.errors import MemoryExhausted
 from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout
 
@@ -16,8 +16,9 @@ PAGE = 2 * 2 * 4 * 4 * 2 * 8  # K and V, heads, head_dim, bytes, layers, tokens
 def system(tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal:  2000 kB\nMemAvailable:    1000 kB\n")
 
-    def read(limit=None, used="0"):
+    def read(limit=None, used="0", cached=0):
         if limit is not None:
+            (tmp_path / "memory.stat").write_text(f"anon 7\nactive_file {cached}\ninactive_file {2 * cached}\n")
             (tmp_path / "memory.max").write_text(f"{limit}\n")
             (tmp_path / "memory.current").write_text(f"{used}\n")
         return available_bytes(tmp_path / "meminfo", tmp_path)
@@ -33,6 +34,7 @@ def test_available_memory_is_the_hosts_without_a_limit(system):
 def test_a_container_has_what_its_limit_leaves(system):
     assert system(limit="500000", used="100000") == 400_000
     assert system(limit="50000000", used="100000") == 1000 * 1024
+    assert system(limit="500000", used="400000", cached=50_000) == 250_000, "files it has read are no claim"
     assert system(limit="5", used="6") == 0
 
 
@@ -45,6 +47,12 @@ def test_pages_fill_the_bytes():
     assert pages_within(3 * PAGE, SPEC) == 3
     with pytest.raises(MemoryExhausted, match=f"2 pages of {PAGE} bytes"):
         pages_within(2 * PAGE - 1, SPEC)
+
+
+def test_a_pool_needs_room():
+    check_room(3, SPEC, 3 * PAGE)
+    with pytest.raises(MemoryExhausted, match=f"3 pages takes {3 * PAGE} bytes; this host has {3 * PAGE - 1} left"):
+        check_room(3, SPEC, 3 * PAGE - 1)
 
 
 def test_a_pool_is_no_larger_than_its_batch_can_fill():
