@@ -1,0 +1,53 @@
+"""One runtime process behind the front: its channel, and its load as it was last reported."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import grpc
+
+from runtime_service.replicas.balance import ReplicaLoad
+from shared.pb.quire.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from shared.rpc.server import MAX_MESSAGE_BYTES
+
+REPORT_PERIOD_S = 0.1
+"""How old a report may be. What is sent in between is counted, so that a burst does not land on one replica."""
+
+
+class Replica:
+    """The runtime that serves at `address`, a loopback address. `sent` counts requests by engine since the last report."""
+
+    def __init__(self, address: str) -> None:
+        sizes = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]
+        self.channel = grpc.aio.insecure_channel(address, options=sizes)
+        self.inference = inference_pb2_grpc.InferenceStub(self.channel)
+        self.control = control_pb2_grpc.ControlStub(self.channel)
+        self.sent: Counter[str] = Counter()
+        self._loads: dict[str, ReplicaLoad] = {}
+
+    def load(self, engine: str) -> ReplicaLoad | None:
+        """None where it does not serve `engine`, or has not said so yet."""
+        return self._loads.get(engine)
+
+    async def refresh(self) -> None:
+        """Take a new report. What was sent while it was made is counted twice at worst."""
+        before = Counter(self.sent)
+        report = await self.control.GetLoad(control_pb2.GetLoadRequest())
+        self._loads = {
+            load.name: ReplicaLoad(load.pages_total, load.pages_free, load.requests_waiting + load.requests_running)
+            for load in report.engines
+        }
+        self.sent -= before
+
+    async def keep_fresh(self) -> None:
+        """For ever: a report every REPORT_PERIOD_S; one that does not answer keeps its last."""
+        while True:
+            try:
+                await self.refresh()
+            except grpc.aio.AioRpcError:
+                self._loads = {}  # nothing is sent to who does not answer
+            await asyncio.sleep(REPORT_PERIOD_S)
+
+    async def close(self) -> None:
+        await self.channel.close()
