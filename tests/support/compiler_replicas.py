@@ -30,6 +30,7 @@ from shared.telemetry.log import configure_logging
 from tests.support.queue_process import FAST
 
 FAKE = (sys.executable, "-m", "tests.support.fake_build")
+MAX_ATTEMPTS = 20
 _RECONNECT = [(f"grpc.{which}_reconnect_backoff_ms", ms) for which, ms in (("initial", 50), ("min", 50), ("max", 200))]
 
 
@@ -54,13 +55,18 @@ class Replica:
             command = [sys.executable, "-m", "tests.support.compiler_replicas", str(self.lease_s)]
             self.process = subprocess.Popen(command, env=os.environ | self.environment | own, stdout=ready, stderr=log)
 
+    @property
+    def is_up(self) -> bool:
+        """Whether this process has said that it serves."""
+        return bool(self._ready.read_bytes())
+
     def log_tail(self) -> str:
         return (self.home / f"{self.name}.log").read_text()[-2000:]
 
     def keep_up(self) -> None:
         """Start it again if it could not start because its queue was away; AssertionError if it died while it served."""
         if self.process.poll() is not None:
-            assert not self._ready.read_bytes(), f"{self.name} died by itself: {self.log_tail()}"
+            assert not self.is_up, f"{self.name} died by itself: {self.log_tail()}"
             self.start()
 
     def kill(self) -> None:
@@ -121,7 +127,9 @@ def spec_of(source: str, max_len: int) -> pb.CompileSpec:
 
 
 def create_request(request_id: str, source: str, max_len: int) -> pb.CreateCompileJobRequest:
-    return pb.CreateCompileJobRequest(request_id=request_id, spec=spec_of(source, max_len), limits=pb.JobLimits(max_attempts=20))
+    return pb.CreateCompileJobRequest(
+        request_id=request_id, spec=spec_of(source, max_len), limits=pb.JobLimits(max_attempts=MAX_ATTEMPTS)
+    )
 
 
 def stub_of(channel: grpc.aio.Channel) -> compiler_pb2_grpc.CompilerStub:
