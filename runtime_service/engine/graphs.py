@@ -113,6 +113,11 @@ class GraphedSteps:
                 f"of {pool.num_bytes} bytes leaves: {error}. Load the engine with fewer pages"
             ) from error
 
+    def close(self) -> None:
+        """Wait for the device, then let go of the graphs."""
+        torch.cuda.synchronize()
+        self._recorded.clear()
+
     def _replay(self, inputs: EngineInputs, pool: KVPool) -> Tensor:
         bucket = next(size for size in self._buckets if size >= inputs.batch)
         recorded = self._recorded.get(bucket)

@@ -23,6 +23,10 @@ class Steps(Protocol):
 
     def run(self, inputs: EngineInputs, pool: KVPool) -> torch.Tensor: ...
 
+    def close(self) -> None:
+        """Wait for what was launched."""
+        ...
+
 
 class HostSteps:
     """On the CPU: the package is called with the inputs as they are."""
@@ -33,6 +37,8 @@ class HostSteps:
 
     def run(self, inputs: EngineInputs, pool: KVPool) -> torch.Tensor:
         return self._package.run([*(getattr(inputs, name) for name in self._inputs), *pool.tensors])
+
+    def close(self) -> None: ...
 
 
 def input_names(manifest: EngineManifest) -> tuple[str, ...]:
@@ -66,5 +72,7 @@ class InductorEngine:
 
     def close(self) -> None:
         """Let go of the code, the weights and the artifacts. Idempotent."""
+        if self._steps is not None:
+            self._steps.close()
         self._steps = self._weights = None
         self._resources.close()

@@ -133,7 +133,7 @@ async def service(engine: Engine, data: Path, report: Report, mixed_s: float) ->
 
 def long_generation(figures: dict[str, Any]) -> dict[str, float]:
     """Dense over the whole generation, from its step times along it, beside the rate with rounds once the budget is reached."""
-    steps = list(figures["dense_steps"].values())
+    steps = [ms for _, ms in sorted((int(context), ms) for context, ms in figures["dense_steps"].items())]
     mean_ms = sum((a + b) / 2 for a, b in itertools.pairwise(steps)) / (len(steps) - 1)
     dense = DENSE_BATCH / mean_ms * 1e3
     return {

@@ -5,21 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 
-mpl.use("Agg")
-from matplotlib import pyplot
+def _new_plot() -> tuple[Any, Any]:
+    from matplotlib.figure import Figure  # the extra `bench`: figures need no display, and no plots no matplotlib
+
+    figure = Figure(figsize=(6, 4))
+    return figure, figure.subplots()
 
 
 def plot_decode(figures: dict[str, Any], out: Path) -> str:
     """Tokens a second against the batch: the engine, transformers where it was measured, and the roofline."""
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    batches = [int(batch) for batch in figures["decode"]]
-    rates = [row["tokens_per_s"] for row in figures["decode"].values()]
-    axes.plot(batches, rates, "o-", label="engine")
-    axes.plot(
-        batches, [r / row["of_roofline"] for r, row in zip(rates, figures["decode"].values(), strict=True)], "--", label="roofline"
-    )
+    figure, axes = _new_plot()
+    rows = sorted((int(batch), row) for batch, row in figures["decode"].items())
+    batches = [batch for batch, _ in rows]
+    axes.plot(batches, [row["tokens_per_s"] for _, row in rows], "o-", label="engine")
+    axes.plot(batches, [row["tokens_per_s"] / row["of_roofline"] for _, row in rows], "--", label="roofline")
     baseline = figures.get("transformers_ms", {})
     if baseline and "failed" not in baseline:
         known = sorted(map(int, baseline))
@@ -31,7 +31,7 @@ def plot_decode(figures: dict[str, Any], out: Path) -> str:
 
 def plot_pages(figures: dict[str, Any], out: Path) -> str:
     """KV pages in use over time, with and without rounds, at equal batch."""
-    figure, axes = pyplot.subplots(figsize=(6, 4))
+    figure, axes = _new_plot()
     for name, label in (("dense_pages", "dense"), ("compacted_equal_pages", "with rounds")):
         times, pages = zip(*figures[name], strict=True)
         axes.plot(times, pages, label=label)

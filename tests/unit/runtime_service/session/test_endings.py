@@ -13,7 +13,7 @@ from runtime_service.sampling import SampledToken
 from runtime_service.session import flight as flight_module
 from runtime_service.streaming.events import Failure, Finished, FinishReason, TokenDelta, Usage
 from runtime_service.streaming.stream import TokenStream
-from shared.errors import InternalError, QueueTimeout, RunTimeout
+from shared.errors import InternalError, MemoryExhausted, QueueTimeout, RunTimeout
 from shared.ids import PageId
 from tests.support.serving import RecordingStream, request, run, serving, submit
 from tests.support.tiny_engine import Oracle, TinyEngine
@@ -187,6 +187,24 @@ def test_an_engine_that_fails_in_a_step_ends_what_ran_and_not_what_waits() -> No
     assert waiting.tokens() == Oracle().expected_tokens([4], 6)
     assert_clean(loop, *running, waiting)
     assert loop.load().engines[0].requests_failed == 2
+
+
+def test_a_device_without_room_for_a_step_is_a_typed_refusal_and_service_goes_on() -> None:
+    engine = TinyEngine(runs_ahead=True)
+    loop = serving(engine, num_pages=40)
+    (refused,) = submit(loop, request([1, 2], 6))
+
+    def full(_: object) -> None:
+        raise MemoryExhausted("a step needs more device memory than is left")
+
+    engine.on_run = full
+    run(loop)
+    assert isinstance(refused.error, MemoryExhausted)
+    engine.on_run = None
+    (after,) = submit(loop, request([1, 2], 6))
+    run(loop)
+    assert len(after.tokens()) == 6
+    assert loop.load().engines[0].pages_leaked == 0
 
 
 @pytest.mark.parametrize("token_id", [-1, 2**32])
