@@ -50,6 +50,7 @@ class Runtime:
     def __init__(self, settings: RuntimeSettings, store: ArtifactStore, loader: Loader, tracer: Tracer = untraced) -> None:
         self._settings = settings
         self._tokenising = ThreadPoolExecutor(TOKENISING_THREADS, thread_name_prefix="tokenise")
+        self._loading = ThreadPoolExecutor(1, thread_name_prefix="load")
         self.loop = ServingLoop(settings.max_waiting_requests)
         self.engines = Engines(store, loader, self.loop, settings, self._tokenising)
         metrics = ServiceMetrics("runtime")
@@ -57,7 +58,7 @@ class Runtime:
         self.metrics = settings.metrics_endpoint(metrics.registry)
         self.server = Server(settings.server_options, SERVICES, settings.interceptors, metrics.note_call)
         inference = InferenceServicer(self.loop, self.engines, settings, tracer)
-        control = ControlServicer(self.loop, self.engines, settings)
+        control = ControlServicer(self.loop, self.engines, settings, self._loading)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, self.server.grpc)
         control_pb2_grpc.add_ControlServicer_to_server(control, self.server.grpc)
         self.address = ""
@@ -94,6 +95,7 @@ class Runtime:
         if self.metrics is not None:  # last: a drain is worth watching
             await asyncio.to_thread(self.metrics.stop)
         self._tokenising.shutdown()
+        self._loading.shutdown(cancel_futures=True)
 
 
 async def serve(settings: RuntimeSettings) -> None:

@@ -1,8 +1,10 @@
-"""quire.v1.Control: engines, load, lifecycle. What blocks (loading, waiting for requests) runs on a thread of its own."""
+"""quire.v1.Control: engines, load, lifecycle. What blocks runs on a thread: engines come and go one at a time on one of their own,
+so that however many calls wait for their turn, none keeps a drain or a question waiting."""
 
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Executor
 
 import grpc
 
@@ -20,10 +22,11 @@ MAX_GRACE_S = 600.0
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
-    def __init__(self, loop: ServingLoop, engines: Engines, settings: RuntimeSettings) -> None:
+    def __init__(self, loop: ServingLoop, engines: Engines, settings: RuntimeSettings, loading: Executor) -> None:
         self._loop = loop
         self._engines = engines
         self._settings = settings
+        self._loading = loading
 
     async def LoadEngine(self, request: pb.LoadEngineRequest, context: grpc.aio.ServicerContext) -> pb.LoadEngineResponse:
         load = LoadRequest(
@@ -33,11 +36,12 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             kv_bytes=request.kv_bytes if request.HasField("kv_bytes") else None,
             compaction=convert.default_compaction(request.default_compaction) if request.HasField("default_compaction") else None,
         )
-        return pb.LoadEngineResponse(engine=describe.engine_message(await asyncio.to_thread(self._engines.load, load)))
+        loaded = await asyncio.get_running_loop().run_in_executor(self._loading, self._engines.load, load)
+        return pb.LoadEngineResponse(engine=describe.engine_message(loaded))
 
     async def UnloadEngine(self, request: pb.UnloadEngineRequest, context: grpc.aio.ServicerContext) -> pb.UnloadEngineResponse:
         grace_s = convert.grace_seconds(request.grace, "grace", MAX_GRACE_S)
-        await asyncio.to_thread(self._engines.unload, request.name, grace_s)
+        await asyncio.get_running_loop().run_in_executor(self._loading, self._engines.unload, request.name, grace_s)
         return pb.UnloadEngineResponse()
 
     async def ListEngines(self, request: pb.ListEnginesRequest, context: grpc.aio.ServicerContext) -> pb.ListEnginesResponse:

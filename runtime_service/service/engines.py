@@ -205,10 +205,10 @@ class Engines:
             num_pages = self._num_pages(request, manifest)
             if manifest.target.device == "cpu":  # a GPU's allocator refuses by itself
                 check_room(num_pages, manifest.cache, available_bytes())
+            limits = PromptLimits(self._settings.max_prompt_bytes, self._settings.max_prompt_tokens)
+            prompts = PromptEncoder(tokenizer, limits, self._tokenising)
             self._loop.add_engine(request.name, engine, tokenizer, num_pages)
             undo.pop_all()  # the engine holds both artifacts, and the loop the engine, from here on
-        limits = PromptLimits(self._settings.max_prompt_bytes, self._settings.max_prompt_tokens)
-        prompts = PromptEncoder(tokenizer, limits, self._tokenising)
         loaded = LoadedEngine(request, manifest, num_pages, prompts, time.monotonic() - started)
         self._loaded[request.name] = loaded
         return loaded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -111,6 +112,28 @@ async def test_a_pool_beyond_the_hosts_memory_is_refused_before_it_is_filled(tmp
         await refused(served.load(num_pages=65), "MEMORY_EXHAUSTED")
         assert await listed(served) == []
         assert (await served.load(num_pages=2)).num_pages == 2
+
+
+async def test_unloads_that_wait_keep_no_drain_waiting(tmp_path):
+    """However few threads the host's cores give the process."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    async with serve(tmp_path) as served:
+        await served.load()
+        served.gate.close()
+        call = served.inference.Generate(generate(PROMPT, 60))
+        await served.gate.until_held()
+        request = pb.UnloadEngineRequest(name="tiny", grace=Duration(seconds=60))
+        unloads = [asyncio.ensure_future(served.control.UnloadEngine(request)) for _ in range(3)]
+        while not served.runtime.loop._removing:
+            await asyncio.sleep(0.005)
+        drain = asyncio.ensure_future(served.control.Drain(pb.DrainRequest(deadline=Duration(seconds=60))))
+        async with asyncio.timeout(20):
+            while not served.runtime.loop.load().draining:
+                await asyncio.sleep(0.005)
+        served.gate.open()
+        assert tokens_of([event async for event in call]) == Oracle().expected_tokens(PROMPT, 60)
+        assert (await drain).finished == 1
+        await asyncio.gather(*unloads, return_exceptions=True)
 
 
 async def test_a_tampered_artifact_is_refused(tmp_path):
