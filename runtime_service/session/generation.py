@@ -14,7 +14,7 @@ from runtime_service.streaming.events import Failure, Finished, Usage
 from runtime_service.streaming.output import Output, OutputAssembler
 from runtime_service.streaming.stream import TokenStream
 from runtime_service.streaming.vocabulary import Vocabulary
-from shared.errors import QuireError
+from shared.errors import QueueTimeout, QuireError, RunTimeout
 from shared.manifest import ModelFacts
 
 
@@ -88,6 +88,15 @@ class Generation:
     @property
     def is_finished(self) -> bool:
         return all(sample.finished for sample in self.samples)
+
+    def lateness(self, now: float) -> QuireError | None:
+        """The deadline that has passed, as the error to end with."""
+        request, times = self.request, self.times
+        if request.run_deadline is not None and now >= request.run_deadline:
+            return RunTimeout(f"the request did not finish within {request.run_deadline - times.submitted:.1f} s")
+        if times.started is None and request.queue_deadline is not None and now >= request.queue_deadline:
+            return QueueTimeout(f"the request waited {now - times.submitted:.1f} s for its first step and could wait no longer")
+        return None
 
     def note_pages(self) -> None:
         held = {page for sample in self.samples for page in sample.sequence.pages}

@@ -39,7 +39,7 @@ from runtime_service.session.latency import Latencies
 from runtime_service.session.load import Counters, EngineLoad
 from runtime_service.session.turnover import Turnover
 from runtime_service.streaming.vocabulary import Vocabulary
-from shared.errors import EngineIncompatible, InternalError, QueueTimeout, QuireError, RunTimeout
+from shared.errors import EngineIncompatible, InternalError, QuireError
 from shared.profiles import Phase, ProfileSet
 
 _log = structlog.get_logger()
@@ -166,7 +166,7 @@ class EngineSession:
             elif generation.stream.closed:  # the reader has left or stalled; nobody is there to be told
                 self.counters.requests_cancelled += 1
                 self._close(generation)
-            elif (late := _lateness(generation, now)) is not None:
+            elif (late := generation.lateness(now)) is not None:
                 self.end(generation, late)
 
     def _run(self, batch: ScheduledBatch) -> None:
@@ -284,16 +284,6 @@ class EngineSession:
         if self.allocator.num_used > self.counters.pages_leaked:
             _log.error("kv_pages_leaked", engine=self.name, pages=self.allocator.num_used)
             self.counters.pages_leaked = self.allocator.num_used
-
-
-def _lateness(generation: Generation, now: float) -> QuireError | None:
-    """The deadline that has passed, as the error to end with."""
-    request, times = generation.request, generation.times
-    if request.run_deadline is not None and now >= request.run_deadline:
-        return RunTimeout(f"the request did not finish within {request.run_deadline - times.submitted:.1f} s")
-    if times.started is None and request.queue_deadline is not None and now >= request.queue_deadline:
-        return QueueTimeout(f"the request waited {now - times.submitted:.1f} s for its first step and could wait no longer")
-    return None
 
 
 def _check_profiles(profiles: ProfileSet) -> None:
