@@ -91,9 +91,10 @@ def fate(family: str, how: str) -> Fate:
     try:
         lowered = BACKEND.lower(program)
         report = prove_decoder(program, lowered)
-    except (QuireError, RuntimeError) as error:
+        right = says_what_the_model_says(program, model)
+    except (QuireError, RuntimeError, IndexError, AssertionError, TypeError, ValueError) as error:  # the program's own
         return Fate(exported=True, writes=writes, reason=_short(error))
-    proven, right = len(report.proven_nodes), says_what_the_model_says(program, model)
+    proven = len(report.proven_nodes)
     if not report.ok:
         return Fate(True, proven, writes, right, reason=report.refusals[0].reason)
     try:

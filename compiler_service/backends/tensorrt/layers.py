@@ -77,6 +77,19 @@ class Layers:
         """Slices of axis 0 by number; the shape of `rows` takes the place of that axis."""
         return self.output(self.network.add_gather(value, rows, 0), "gather")
 
+    def gather_elements(self, value: ITensor, axis: int, index: ITensor) -> ITensor:
+        """One element of `value` along `axis` for each of `index`, which has its rank."""
+        layer = self.network.add_gather_v2(value, self.cast(index, trt.int32), trt.GatherMode.ELEMENT)
+        layer.axis = axis % len(value.shape)
+        return self.output(layer, "gather")
+
+    def largest(self, value: ITensor, *, keep_axis: bool) -> tuple[ITensor, ITensor]:
+        """The largest element along the last axis, and its number."""
+        axis = len(value.shape) - 1
+        layer = self.network.add_topk(value, trt.TopKOperation.MAX, 1, 1 << axis)
+        both = (self.output(layer, "largest"), layer.get_output(1))
+        return both if keep_axis else tuple(self.reshape(found, (0,) * axis) for found in both)
+
     def concat(self, parts: Sequence[ITensor]) -> ITensor:
         return self.output(self.network.add_concatenation(list(parts)), "concat")
 

@@ -22,6 +22,7 @@ from torch_tensorrt.dynamo.conversion._ConverterRegistry import DYNAMO_CONVERTER
 from torch_tensorrt.dynamo.conversion.converter_utils import get_node_name
 
 from compiler_service.backends.tensorrt.attention import Masks, attend, masked_attention
+from compiler_service.backends.tensorrt.converters import OWN, with_its_end
 from compiler_service.backends.tensorrt.copies import COPIED_WRITES, copy_and_write
 from compiler_service.backends.tensorrt.layers import ITensor, Layers
 from compiler_service.backends.tensorrt.pages import gather_pages, write_packed
@@ -128,6 +129,11 @@ class _Converter(fx.Interpreter):
             return copy_and_write(self._layers(), self._node, args)
         if (written := self._cache_of(self._node)) and written not in self._copied:
             raise WriteNotProven(f"{self._node} writes {written} without a proof that its cells are one run a row")
+        own = OWN.get(target)
+        if own is not None and (found := own(self._layers(), self._node, args, kwargs)) is not NotImplemented:
+            return found
+        if target is torch.ops.aten.slice_scatter.default:
+            args = with_its_end(self._node, args)
         packet = DYNAMO_CONVERTERS.get(self._node)
         if packet is None and target is torch.ops.aten.scaled_dot_product_attention.default:
             return self._masked_attention(*args, **kwargs)
