@@ -24,6 +24,7 @@ from shared.artifacts.store import ArtifactHandle
 from shared.bindings import Role, pool_name
 from shared.compatibility import Device, Level, compare
 from shared.errors import EngineIncompatible, MemoryExhausted
+from shared.gpu import compute_capability
 from shared.inductor.files import CONSTANTS_FILE, PACKAGE_DIRECTORY
 from shared.inductor.isa import host_features
 from shared.inductor.package import Package
@@ -93,8 +94,9 @@ def check_host(manifest: EngineManifest) -> None:
 
 def _device_for(manifest: EngineManifest) -> Device:
     """The device of this host that the engine would run on."""
-    if manifest.target.device == "cuda" and torch.cuda.is_available():
-        return Device("cuda", frozenset(), f"sm{''.join(map(str, torch.cuda.get_device_capability()))}", runtime_toolchain())
+    capability = compute_capability()
+    if manifest.target.device == "cuda" and capability:
+        return Device("cuda", frozenset(), capability, runtime_toolchain())
     return Device("cpu", host_features(), "", runtime_toolchain())
 
 

@@ -6,11 +6,14 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 from runtime_service.compaction.registry import POLICIES
 from runtime_service.config import RuntimeSettings
 from runtime_service.service.convert import compaction_message
 from runtime_service.service.engines import LoadedEngine
 from runtime_service.session.load import EngineLoad
+from shared.gpu import compute_capability
 from shared.inductor.isa import host_features
 from shared.inductor.toolchain import runtime_toolchain
 from shared.kv_spec import DType, Layout
@@ -101,7 +104,10 @@ def server_info(settings: RuntimeSettings) -> control_pb2.GetServerInfoResponse:
 
 
 def device_description() -> compiler_pb2.DeviceDescription:
-    """This host as the compiler service's CheckCompatibility wants it."""
+    """The device engines run on here, as the compiler service's CheckCompatibility wants it: the GPU where there is one."""
+    if capability := compute_capability():
+        name = torch.cuda.get_device_name()
+        return compiler_pb2.DeviceDescription(kind="cuda", name=name, compute_capability=capability, toolchain=runtime_toolchain())
     return compiler_pb2.DeviceDescription(kind="cpu", name=_cpu_name(), isa=sorted(host_features()), toolchain=runtime_toolchain())
 
 

@@ -26,6 +26,7 @@ import torch
 
 from runtime_service.engine.engine import Engine
 from runtime_service.kv.pool import KVPool
+from shared.gpu import compute_capability
 from shared.kv_spec import DType
 from tests.bench.gpu_cells import PageWatch, bare_decode, bare_prefill, mixed_load, same_requests, served_decode
 from tests.bench.gpu_plots import plot_decode, plot_pages
@@ -200,9 +201,8 @@ def main() -> None:
     arguments = parser.parse_args()
     report = Report(arguments.out)
     baselines = Baselines(arguments.baseline, arguments.layers) if arguments.baseline else None
-    capability = "sm" + "".join(map(str, torch.cuda.get_device_capability()))
     profiles = (f"decode={COMPACTED_BATCH}x1", f"prefill=1x{PREFILL}")
-    shape = EngineShape(llama_3_8b(arguments.layers), DType.BFLOAT16, MAX_LEN, PAGE, profiles, capability)
+    shape = EngineShape(llama_3_8b(arguments.layers), DType.BFLOAT16, MAX_LEN, PAGE, profiles, compute_capability())
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "engine"
         directory.mkdir()

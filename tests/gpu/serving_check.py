@@ -25,6 +25,7 @@ from runtime_service.engine.engine import EngineInputs
 from runtime_service.engine.loader import EngineLoader
 from runtime_service.kv.pool import KVPool
 from shared.artifacts.local import LocalStore
+from shared.gpu import compute_capability
 from shared.ids import ArtifactId
 from shared.kv_spec import Layout
 from shared.manifest import decode_engine_manifest
@@ -40,10 +41,6 @@ QUESTIONS = (
     ("How is bread made, from the grain to the loaf?", Rounds(budget=32, interval=16), 100),
     (f"{TOWNS} Tell the history of these towns.", Rounds(budget=96, interval=32), 120),
 )
-
-
-def capability() -> str:
-    return "sm" + "".join(map(str, torch.cuda.get_device_capability()))
 
 
 class Check:
@@ -93,7 +90,7 @@ def serve(source: Path, data: Path) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     quire = start_quire(data)
     try:
-        options = {"page_size": 32, "profiles": PROFILES, "targets": (capability(),)}
+        options = {"page_size": 32, "profiles": PROFILES, "targets": (compute_capability(),)}
         artifact = quire.artifact(quire.compile(source, **options).artifact_id)
         quire.load(artifact.artifact_id, "smollm2", NUM_PAGES)
         (component,) = (path.parent for path in (data / "artifacts").rglob(f"{artifact.model_id}/config.json"))
@@ -122,7 +119,7 @@ def least_bf16_cosine(source: Path, data: Path) -> float:
         max_len=2048,
         page_size=32,
         profiles=profile_set(PROFILES),
-        targets=(capability(),),
+        targets=(compute_capability(),),
         allow_copying=False,
     )
     built = build(spec, Workspace(store, DigestCache(data / "digests.json"), None), lambda *_: None, lambda: None)

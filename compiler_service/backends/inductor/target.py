@@ -8,13 +8,13 @@ import subprocess
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 import transformers
 from torch._inductor import config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.cpu_vec_isa import InvalidVecISA, VecAVX512, VecISA, pick_vec_isa
 
 from shared.errors import BackendUnavailable
+from shared.gpu import compute_capability
 from shared.inductor.isa import X86_64_V3, X86_64_V4, features_of_flags, host_features
 from shared.inductor.toolchain import runtime_toolchain
 from shared.manifest import Target
@@ -76,7 +76,7 @@ def choose_target(name: str) -> BuildTarget:
     """`cpu`, or the compute capability of this host's GPU; BackendUnavailable for any other."""
     if name == "cpu":
         return host_target()
-    here = f"sm{''.join(map(str, torch.cuda.get_device_capability()))}" if torch.cuda.is_available() else "no GPU torch can use"
+    here = compute_capability() or "no GPU torch can use"
     if name != here:
         raise BackendUnavailable(
             f"inductor builds for a GPU on a host that has it: {name} was asked for, here is {here}; send the job to such a host"
