@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from shared.cli import watch
-from shared.cli.options import compile_spec
+from shared.cli.options import UINT32_MAX, compile_spec
 from shared.cli.session import session_of
 from shared.errors import WriteNotProven
 from shared.ids import new_id
@@ -17,8 +17,8 @@ Source = Annotated[str, typer.Argument(help="Hugging Face directory, .gguf file 
 Backend = Annotated[str, typer.Option(help="inductor, tensorrt_rtx or tensorrt")]
 Layout = Annotated[str, typer.Option(help="paged or linear")]
 DType = Annotated[str, typer.Option(help="float32, bfloat16 or float16")]
-MaxLen = Annotated[int, typer.Option(min=1, help="most KV entries one sequence holds at once")]
-PageSize = Annotated[int, typer.Option(min=1, help="tokens a page (paged layout)")]
+MaxLen = Annotated[int, typer.Option(min=1, max=UINT32_MAX, help="most KV entries one sequence holds at once")]
+PageSize = Annotated[int, typer.Option(min=1, max=UINT32_MAX, help="tokens a page (paged layout)")]
 Profiles = Annotated[list[str] | None, typer.Option("--profile", help="NAME=BATCHxLENGTH, repeatable, in order")]
 Targets = Annotated[str, typer.Option("--target", help="CUDA targets such as sm80,sm89; empty = this host")]
 

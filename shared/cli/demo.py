@@ -18,7 +18,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from shared.cli import fetch, watch
-from shared.cli.generate import stream_events
+from shared.cli.generate import stream_events, tokens_per_s
 from shared.cli.options import compile_spec
 from shared.cli.session import Output, Session
 from shared.errors import Unavailable
@@ -114,7 +114,6 @@ def stream_answer(session: Session, engine: str, report: Report) -> None:
 
 def show(session: Session, report: Report, seconds: float) -> None:
     usage = report.usage
-    decode_s = usage.generate_s - usage.time_to_first_token_s
     rows = [(f"stage {name}", f"{duration:.1f} s") for name, duration in report.stages]
     rows += [
         ("artifact", "reused from the store" if report.reused else "built now"),
@@ -122,7 +121,7 @@ def show(session: Session, report: Report, seconds: float) -> None:
         ("engine load", f"{report.load_s:.1f} s"),
         ("tokens", f"{usage.prompt_tokens} prompt, {usage.generated_tokens} generated"),
         ("time to first token", f"{usage.time_to_first_token_s:.2f} s"),
-        ("tokens/s", f"{(usage.generated_tokens - 1) / decode_s:.1f}" if decode_s > 0 else "n/a"),
+        ("tokens/s", f"{tokens_per_s(usage):.1f}"),
         ("compaction rounds", str(usage.compaction_rounds)),
         ("tokens evicted", str(usage.tokens_evicted)),
         ("pages freed", str(usage.pages_freed)),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shared.cli.options import kv_options, word_of
+from shared.cli.options import UINT32_MAX, UINT64_MAX, kv_options, word_of
 from shared.cli.session import session_of
 from shared.pb.quire.v1 import common_pb2, control_pb2
 
@@ -36,8 +36,8 @@ def load(
     context: typer.Context,
     artifact_id: Annotated[str, typer.Argument(help="artifact id of an engine")],
     name: Annotated[str, typer.Option(help="name clients use; empty = the id's first 12 digits")] = "",
-    pages: Annotated[int | None, typer.Option(min=2, help="pages of the KV pools")] = None,
-    kv_bytes: Annotated[int | None, typer.Option(min=1, help="bytes of the KV pools")] = None,
+    pages: Annotated[int | None, typer.Option(min=2, max=UINT32_MAX, help="pages of the KV pools")] = None,
+    kv_bytes: Annotated[int | None, typer.Option(min=1, max=UINT64_MAX, help="bytes of the KV pools")] = None,
     compaction: Annotated[str | None, typer.Option(help="default for requests: policy=NAME,budget=N,interval=N")] = None,
 ) -> None:
     """Load an engine and print its name."""

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from shared.cli.options import kv_options, word_of
+from shared.cli.options import UINT32_MAX, UINT64_MAX, kv_options, word_of
 from shared.cli.session import Session, session_of
 from shared.errors import FieldOutOfRange
 from shared.pb.quire.v1 import inference_pb2, inference_pb2_grpc
@@ -32,13 +32,13 @@ def generate_command(
     engine: Annotated[str, typer.Option(help="name of a loaded engine")],
     prompt: Annotated[str | None, typer.Option(help="prompt text")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="file with the prompt; - reads standard input")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, max=UINT32_MAX)] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 = greedy")] = 0.0,
     top_p: Annotated[float | None, typer.Option()] = None,
-    top_k: Annotated[int | None, typer.Option(min=0)] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, max=UINT32_MAX)] = None,
     min_p: Annotated[float | None, typer.Option()] = None,
-    seed: Annotated[int | None, typer.Option(min=0)] = None,
-    n: Annotated[int, typer.Option(min=1, help="samples of the prompt")] = 1,
+    seed: Annotated[int | None, typer.Option(min=0, max=UINT64_MAX)] = None,
+    n: Annotated[int, typer.Option(min=1, max=UINT32_MAX, help="samples of the prompt")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="stop string, repeatable")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
     compaction: Annotated[str | None, typer.Option(help="policy=sink_recent,budget=256,interval=64 or off")] = None,
@@ -91,12 +91,15 @@ def show_event(session: Session, event: inference_pb2.GenerateResponse, *, label
         raise from_message(event.error)
 
 
+def tokens_per_s(usage: inference_pb2.Usage) -> float:
+    """Behind the first token; 0 where none came."""
+    return (usage.generated_tokens - 1) / usage.generate_s if usage.generate_s > 0 and usage.generated_tokens > 1 else 0.0
+
+
 def usage_line(usage: inference_pb2.Usage) -> str:
-    decode_s = usage.generate_s - usage.time_to_first_token_s
-    rate = (usage.generated_tokens - 1) / decode_s if decode_s > 0 and usage.generated_tokens > 1 else 0.0
     return (
         f"{usage.prompt_tokens} prompt + {usage.generated_tokens} generated tokens, "
-        f"first after {usage.time_to_first_token_s:.2f} s, {rate:.1f} tokens/s; "
+        f"first after {usage.time_to_first_token_s:.2f} s, {tokens_per_s(usage):.1f} tokens/s; "
         f"{usage.compaction_rounds} rounds evicted {usage.tokens_evicted} tokens and freed {usage.pages_freed} pages; "
         f"{usage.physical_length} entries held at the end"
     )

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from shared.cli import watch
+from shared.cli.options import UINT64_MAX
 from shared.cli.session import session_of
 from shared.ids import new_id
 from shared.pb.quire.v1 import compiler_pb2
@@ -48,7 +49,7 @@ def show(context: typer.Context, job_id: JobId) -> None:
 
 @app.command("watch")
 def watch_job(
-    context: typer.Context, job_id: JobId, after: Annotated[int, typer.Option(min=0, help="last sequence seen")] = 0
+    context: typer.Context, job_id: JobId, after: Annotated[int, typer.Option(min=0, max=UINT64_MAX, help="last sequence seen")] = 0
 ) -> None:
     """Follow a job to its end; ends with the job's error if it has one."""
     session = session_of(context)

@@ -12,7 +12,7 @@ import typer
 
 from shared.cli import artifacts, compile, doctor, engines, exit_codes, generate, jobs, up
 from shared.cli.session import COMPILER_ADDRESS, RUNTIME_ADDRESS, Output, Session
-from shared.errors import QuireError
+from shared.errors import FieldOutOfRange, QuireError
 from shared.rpc.status import from_rpc_error
 
 app = typer.Typer(
@@ -58,11 +58,21 @@ def hoist_output(arguments: list[str]) -> list[str]:
     return rest
 
 
+def check_text(arguments: list[str]) -> None:
+    """FieldOutOfRange for a word that is no UTF-8: no message can carry it."""
+    for word in arguments:
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise FieldOutOfRange(f"the command line must be valid UTF-8; got {word[:40]!r}") from error
+
+
 def main() -> None:
     """Entry point: every error of ours ends in one line on standard error and an exit code by its class."""
     arguments = hoist_output(sys.argv[1:])
     as_json = arguments[:2] == ["--output", "json"] or arguments[:1] == ["--output=json"]
     try:
+        check_text(arguments)
         app(arguments, prog_name="quire")
     except grpc.RpcError as error:
         _fail(from_rpc_error(error), as_json)

@@ -13,6 +13,8 @@ from shared.profiles import parse_profile
 
 DEFAULT_PROFILES = ("decode=8x1", "prefill=1x128")
 DEFAULT_INTERVAL = 64
+UINT32_MAX, UINT64_MAX = 2**32 - 1, 2**64 - 1
+"""What a field of a message holds; the caps are the services'."""
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _BYTES = {"": 1, "B": 1} | {
     f"{letter}{unit}": base**power for power, letter in enumerate("KMGT", 1) for unit, base in (("B", 1000), ("iB", 1024))
@@ -93,9 +95,12 @@ def kv_options(compaction: str | None) -> inference_pb2.KVOptions:
         raise FieldOutOfRange(f"--compaction needs policy=NAME and budget=N; got {compaction!r}", field="--compaction")
 
     def number(name: str) -> int:
-        if not fields[name].isdecimal():
-            raise FieldOutOfRange(f"--compaction {name} must be a whole number; got {fields[name]!r}", field="--compaction")
-        return int(fields[name])
+        text = fields[name]
+        if not text.isdecimal() or len(text) > len(str(UINT32_MAX)) or int(text) > UINT32_MAX:
+            raise FieldOutOfRange(
+                f"--compaction {name} must be a whole number up to {UINT32_MAX}; got {text[:40]!r}", field="--compaction"
+            )
+        return int(text)
 
     options = inference_pb2.CompactionOptions(
         name=fields["policy"],
@@ -116,7 +121,10 @@ def seconds(text: str, option: str) -> float:
 
 def byte_count(text: str, option: str) -> int:
     """`1000`, `500MB`, `20GiB`."""
-    return int(_quantity(text, _BYTES, option, "a number, with or without one of KB to TB and KiB to TiB, such as 20GiB"))
+    count = int(_quantity(text, _BYTES, option, "a number, with or without one of KB to TB and KiB to TiB, such as 20GiB"))
+    if count > UINT64_MAX:
+        raise FieldOutOfRange(f"{option} must be at most {UINT64_MAX} bytes; got {text[:40]!r}", field=option)
+    return count
 
 
 def _quantity(text: str, units: Mapping[str, int], option: str, expected: str) -> float:

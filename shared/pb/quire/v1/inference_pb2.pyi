@@ -524,6 +524,7 @@ class Usage(_message.Message):
     queue_s: _builtins.float
     time_to_first_token_s: _builtins.float
     generate_s: _builtins.float
+    """From the first token to the end."""
     rows_moved: _builtins.int
     """K and V rows of a head that rounds moved, their bytes, and how long rounds held up the server."""
     bytes_moved: _builtins.int

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.cli.main import hoist_output
+from shared.cli.main import check_text, hoist_output
 from shared.cli.options import byte_count, compile_spec, enum_value, kv_options, seconds, word_of
 from shared.errors import FieldOutOfRange
 from shared.pb.quire.v1 import common_pb2
@@ -46,6 +46,20 @@ def test_a_path_that_exists_becomes_absolute_and_another_word_stays(tmp_path, mo
 def test_an_unknown_word_is_refused_with_the_known_ones(option, value):
     with pytest.raises(FieldOutOfRange):
         spec(**{option: value})
+
+
+@pytest.mark.parametrize("number", ["4294967296", "9" * 5000])
+def test_a_number_no_message_holds_is_refused(number):
+    with pytest.raises(FieldOutOfRange, match="up to 4294967295"):
+        kv_options(f"policy=knorm,budget={number}")
+    with pytest.raises(FieldOutOfRange, match="bytes"):
+        byte_count("999999999TiB", "--max-bytes")
+
+
+def test_a_command_line_that_is_no_text_is_refused():
+    check_text(["generate", "--prompt", "\u2665"])
+    with pytest.raises(FieldOutOfRange, match="valid UTF-8"):
+        check_text(["generate", "--prompt", "\udcff"])
 
 
 def test_enum_words_are_their_names_without_the_prefix():
