@@ -95,14 +95,15 @@ Extent = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 def _shapes(profile: OptimizationProfile, bindings: list[BindingSpec], cache: KVCacheSpec) -> dict[str, Extent]:
     """The extent of every dynamic input: axis 0 counts rows, axis 1 of the tokens their length; of pools, axis 0 their rows."""
     outputs = {LOGITS, *(updated_name(binding.name) for binding in bindings)}
-    pooled = _pool_extents(profile, cache) if cache.layout is Layout.PAGED else {}
+    pooled = pool_extents(profile, cache) if cache.layout is Layout.PAGED else {}
     dynamic = [b for b in bindings if None in b.shape and b.name not in outputs]
     return {b.name: _extent(profile, b, pooled.get(b.name) or pooled.get(b.role)) for b in dynamic}
 
 
-def _pool_extents(profile: OptimizationProfile, cache: KVCacheSpec) -> dict[str, tuple[int, int, int]]:
+def pool_extents(profile: OptimizationProfile, cache: KVCacheSpec) -> dict[str, tuple[int, int, int]]:
     """Least, usual and largest size of the first axis of what depends on the pool, by binding name or role."""
-    rows = (2 * LEAST_PAGES, 2 * profile.batch.opt * cache.max_pages + 2, 2 * most_pages(cache))
+    most = most_pages(cache)
+    rows = (2 * LEAST_PAGES, 2 * min(profile.batch.opt * cache.max_pages + 1, most), 2 * most)
     new = [2 * getattr(profile.batch, size) * getattr(profile.query_len, size) for size in ("min", "opt", "max")]
     # A row that is padded writes fewer rows than it has tokens.
     return {

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from compiler_service.backends.tensorrt import flavour
-from compiler_service.backends.tensorrt.build import check_aliases
+from compiler_service.backends.tensorrt.build import MOST_ELEMENTS, check_aliases, most_pages, pool_extents
 from compiler_service.backends.tensorrt.flavour import Flavour, require_buildable
 from shared.bindings import AliasedBinding
 from shared.errors import BackendUnavailable, BuildFailed, FieldOutOfRange
+from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout
+from shared.profiles import parse_profile
 
 
 @pytest.fixture
@@ -55,3 +57,14 @@ def test_a_cache_that_is_not_aliased_stops_the_build() -> None:
         check_aliases(whole[:-1], wanted)
     with pytest.raises(BuildFailed, match="got 5"):
         check_aliases([*whole, alias("k_cache.0")], wanted)
+
+
+@pytest.mark.parametrize(("max_len", "page_size"), [(2048, 64), (131072, 256)])
+def test_a_plan_takes_the_largest_pool_tensorrt_can_count(max_len: int, page_size: int) -> None:
+    """The usual size never passes it, however many long sequences a batch has."""
+    spec = KVCacheSpec((LayerGroup((0, 1), 8, 128, DType.BFLOAT16),), Layout.PAGED, page_size, max_len)
+    elements = 2 * 8 * page_size * 128
+    assert most_pages(spec) * elements <= MOST_ELEMENTS < (most_pages(spec) + 1) * elements
+    for profile in ("decode=64x1", "prefill=8x128"):
+        for least, usual, largest in pool_extents(parse_profile(profile), spec).values():
+            assert 0 < least <= usual <= largest
