@@ -1,6 +1,6 @@
-"""Prepare what tests/gpu/serving_check.py serves on a GPU: SmolLM2-135M compiled to TensorRT-RTX here, and what eager torch says.
+"""Prepare what tests.gpu.tensorrt_serving_check.py serves on a GPU: SmolLM2-135M compiled to TensorRT-RTX here, and what eager torch says.
 
-    python -m tests.gpu.prepare_serving DIRECTORY       some minutes on two cores
+    python -m tests.gpu.prepare_tensorrt_serving DIRECTORY       some minutes on two cores
 
 `store.tar.xz` holds the artifacts without the model's weights, 538 MB that follow from the GGUF file (98 MB), which is cut into
 parts small enough to be carried one at a time; `expected.json` the prompts and float32 greedy tokens.
