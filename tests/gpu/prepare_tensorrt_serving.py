@@ -1,4 +1,4 @@
-"""Prepare what tests.gpu.tensorrt_serving_check.py serves on a GPU: SmolLM2-135M compiled to TensorRT-RTX here, and what eager torch says.
+"""Prepare what tensorrt_serving_check serves on a GPU: SmolLM2-135M compiled to TensorRT-RTX here, and what eager torch says.
 
     python -m tests.gpu.prepare_tensorrt_serving DIRECTORY       some minutes on two cores
 

@@ -2,8 +2,8 @@
 
     python3 -m tests.gpu.tensorrt_serving_check DIRECTORY GGUF [--json FILE]
 
-DIRECTORY holds store.tar.xz and expected.json of tests.gpu.prepare_tensorrt_serving, GGUF the joined parts of the model file. Exit code 0:
-every prompt's greedy tokens are eager float32's, alone and in a batch of eight.
+DIRECTORY holds store.tar.xz and expected.json of tests.gpu.prepare_tensorrt_serving, GGUF the joined parts of the model file. Exit
+code 0: every prompt's greedy tokens are eager float32's, alone and in a batch of eight.
 """
 
 from __future__ import annotations
