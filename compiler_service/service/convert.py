@@ -117,10 +117,16 @@ def limits_from(message: compiler_pb2.JobLimits) -> JobLimits:
 
 
 def job_message(job: Job) -> compiler_pb2.CompileJob:
+    """Without its spec if that is another version's: one such job must not keep the others from being listed."""
+    spec: compiler_pb2.CompileSpec | None
+    try:
+        spec = spec_message(decode_spec(job.spec))
+    except FieldOutOfRange:
+        spec = None
     return compiler_pb2.CompileJob(
         job_id=job.job_id,
         request_id=job.request_id,
-        spec=spec_message(decode_spec(job.spec)),
+        spec=spec,
         limits=compiler_pb2.JobLimits(
             max_runtime_s=job.limits.max_runtime_s,
             max_pending_s=job.limits.max_pending_s,

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from shared.jobs.job import JobLimits
 from shared.pb.quire.v1 import common_pb2
 from shared.pb.quire.v1 import compiler_pb2 as pb
 from tests.contract.compiler.conftest import ENGINE_ID, profile, refused, sizes
@@ -148,6 +149,17 @@ async def test_listing(client):
     ):
         with refused("FIELD_OUT_OF_RANGE", field):
             await client.stub.ListCompileJobs(request)
+
+
+async def test_a_job_whose_spec_another_version_wrote_is_listed_with_the_others(client):
+    submission = await client.compiler._queue.submit(
+        request_id="old", spec=b'{"model":"m"}', spec_digest="0" * 64, limits=JobLimits(max_attempts=1)
+    )
+    ended = await client.end_of(submission.job.job_id)
+    assert not ended.HasField("spec")
+    created = (await client.create(client.spec(client.source()))).job
+    listed = (await client.stub.ListCompileJobs(pb.ListCompileJobsRequest())).jobs
+    assert [(job.job_id, job.spec.source) for job in listed] == [(created.job_id, "m"), (ended.job_id, "")]
 
 
 @pytest.mark.parametrize("verb", ["GetCompileJob", "CancelCompileJob", "RetryCompileJob", "WatchCompileJob"])
