@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,6 +98,7 @@ def replicas(count: int, models: Path, environment: dict[str, str], *, lease_s: 
         for replica in running:
             replica.process.kill()
             replica.process.wait()
+        shutil.rmtree(home, ignore_errors=True)  # a build that dies with its service may still write
 
 
 def channel_to(replica: Replica) -> grpc.aio.Channel:
