@@ -30,7 +30,7 @@ from tests.support.artifact_stores import BUCKET, s3_environment, s3_server
 from tests.support.compiler_replicas import MAX_ATTEMPTS, Replica, channel_to, create_request, replicas, stub_of, write_source
 from tests.support.redis_server import RedisServer
 
-ROUNDS = int(os.environ.get("QUIRE_KILL_ROUNDS", "5"))
+ROUNDS = int(os.environ.get("QUIRE_KILL_ROUNDS", "4"))
 SEED = int(os.environ.get("QUIRE_KILL_SEED", "1"))
 TERMINAL = range(pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_DEAD_LETTERED + 1)
 LEASE_S = 2.0
