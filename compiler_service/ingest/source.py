@@ -67,7 +67,7 @@ def _find(text: str, roots: tuple[Path, ...] | None) -> Path:
         # Names longer than the file system takes, and links that lead back to themselves (a RuntimeError until Python 3.13).
         except (OSError, RuntimeError) as error:
             raise FieldOutOfRange(f"source must be a path this host can follow; {text[:200]!r}: {error}", field="source") from error
-    raise ModelNotFound(f"no file or directory {text[:200]!r} on the compiler's host", field="source")
+    raise ModelNotFound(f"no file or directory {text[:200]!r} on the compiler's host; nothing is downloaded", field="source")
 
 
 def _confine(path: Path, roots: tuple[Path, ...] | None, *, named: str) -> Path:
@@ -75,7 +75,11 @@ def _confine(path: Path, roots: tuple[Path, ...] | None, *, named: str) -> Path:
     if roots is None or any(path.is_relative_to(root) for root in roots):
         return path
     listed = ", ".join(map(str, roots)) or "none configured"
-    raise FieldOutOfRange(f"source must lie under a model root ({listed}); {named[:200]!r} does not", field="source")
+    raise FieldOutOfRange(
+        f"source must lie under a model root ({listed}); {named[:200]!r} does not: move it there, "
+        "or start the compiler with QUIRE_COMPILER_MODEL_ROOTS naming its directory",
+        field="source",
+    )
 
 
 def _recognise(path: Path) -> SourceKind:

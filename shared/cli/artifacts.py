@@ -19,33 +19,32 @@ from shared.cli.compile import (
     Targets,
     proof_row,
 )
-from shared.cli.options import byte_count, compile_spec, seconds, word_of
+from shared.cli.options import byte_count, compile_spec, profile_words, seconds, word_of
 from shared.cli.session import session_of
 from shared.errors import BackendUnavailable
 from shared.pb.quire.v1 import common_pb2, compiler_pb2
 
 app = typer.Typer(help="Compiled engines and model components.", no_args_is_help=True)
 ArtifactId = Annotated[str, typer.Argument(help="artifact id (64 hex digits)")]
-COLUMNS = ("artifact", "kind", "model", "backend", "layout", "dtype", "max_len", "profiles", "bytes")
+COLUMNS = ("kind", "model", "backend", "layout", "dtype", "max_len", "profiles", "bytes", "artifact")
 
 
 def _row(artifact: compiler_pb2.Artifact) -> tuple[object, ...]:
     if artifact.kind != "engine":
-        return (artifact.artifact_id, artifact.kind, artifact.model_name, "", "", "", "", "", artifact.size_bytes)
-    profiles = " ".join(f"{p.name}={p.batch.max}x{p.query_len.max}" for p in artifact.profiles)
+        return (artifact.kind, artifact.model_name, "", "", "", "", "", artifact.size_bytes, artifact.artifact_id)
     backend = word_of(common_pb2.Backend, "BACKEND", artifact.backend)
     layout = word_of(common_pb2.KVLayout, "KV_LAYOUT", artifact.layout)
     dtype = word_of(common_pb2.ElementType, "ELEMENT_TYPE", artifact.dtype)
     return (
-        artifact.artifact_id,
         artifact.kind,
         artifact.model_name,
         backend,
         layout,
         dtype,
         artifact.max_len,
-        profiles,
+        profile_words(artifact.profiles),
         artifact.size_bytes,
+        artifact.artifact_id,
     )
 
 
@@ -75,9 +74,12 @@ def show(context: typer.Context, artifact_id: ArtifactId) -> None:
         session.print_json(artifact)
         return
     session.print_table(COLUMNS, [_row(artifact)])
+    session.print("")
     session.print_table(("file", "sha256", "bytes"), [(f.path, f.sha256, f.size_bytes) for f in artifact.files])
     if artifact.proof:
-        session.print_table(PROOF_COLUMNS, [proof_row(cache) for cache in artifact.proof])
+        session.print("")
+        aliased = [(*proof_row(cache), "yes" if cache.aliased else "no") for cache in artifact.proof]
+        session.print_table((*PROOF_COLUMNS, "aliased"), aliased)
 
 
 @app.command()
@@ -89,9 +91,7 @@ def verify(context: typer.Context, artifact_id: ArtifactId) -> None:
     if session.as_json:
         session.print_json(response)
     else:
-        session.console.print(
-            f"{response.files_checked} files, {response.bytes_checked} bytes: as the manifest says", highlight=False
-        )
+        session.print(f"{response.files_checked} files, {response.bytes_checked} bytes: as the manifest says")
 
 
 @app.command()
@@ -123,10 +123,10 @@ def gc(
         session.print_json(response)
         return
     for artifact_id in response.removed:
-        session.console.print(artifact_id, highlight=False)
+        session.print(artifact_id)
     summary = f"{response.freed_bytes} bytes freed, {response.left_bytes} left"
     summary += f"; {len(response.failed)} not removed, the next collection tries again" if response.failed else ""
-    session.progress.print(summary, highlight=False)
+    session.note(summary)
 
 
 @app.command()
@@ -153,7 +153,7 @@ def sign(
             if session.as_json:
                 session.print_json({"artifact_id": part.artifact_id, "signature": signature.decode().strip()})
             else:
-                session.console.print(f"signed {part.kind} {part.artifact_id}", highlight=False)
+                session.print(f"signed {part.kind} {part.artifact_id}")
 
 
 @app.command("explain-miss")
@@ -177,7 +177,8 @@ def explain_miss(
         session.print_json(response)
         return
     answer = "hit: a compile reuses it" if response.hit else "miss: a compile builds it"
-    session.console.print(f"{response.artifact_id} {answer}", highlight=False)
-    session.print_table(
-        ("nearest engine", "differs in"), [(near.artifact_id, ", ".join(near.components)) for near in response.nearest]
-    )
+    session.print(f"{response.artifact_id} {answer}")
+    if response.nearest:
+        session.print_table(
+            ("nearest engine", "differs in"), [(near.artifact_id, ", ".join(near.components)) for near in response.nearest]
+        )

@@ -22,7 +22,7 @@ PageSize = Annotated[int, typer.Option(min=1, max=UINT32_MAX, help="tokens a pag
 Profiles = Annotated[list[str] | None, typer.Option("--profile", help="NAME=BATCHxLENGTH, repeatable, in order")]
 Targets = Annotated[str, typer.Option("--target", help="CUDA targets such as sm80,sm89; empty = this host")]
 
-PROOF_COLUMNS = ("cache", "node", "form", "run", "verdict", "aliased", "reason")
+PROOF_COLUMNS = ("cache", "node", "form", "run", "verdict", "reason")
 
 
 def compile_command(
@@ -49,7 +49,7 @@ def compile_command(
     if session.as_json:
         session.print_json(job)
     else:
-        session.console.print(job.artifact_id, highlight=False)
+        session.print(job.artifact_id)
 
 
 def explain_command(
@@ -71,8 +71,10 @@ def explain_command(
         session.print_json(response)
     else:
         session.print_table(PROOF_COLUMNS, [proof_row(cache) for cache in response.caches])
+    refused = [c.cache for c in response.caches if c.verdict_before != "proved" or c.verdict_after != "proved"]
+    if not session.as_json:
+        session.note(f"{len(response.caches) - len(refused)} of {len(response.caches)} cache writes proven")
     if not response.proved:
-        refused = [c.cache for c in response.caches if c.verdict_before != "proved" or c.verdict_after != "proved"]
         raise WriteNotProven(f"not proven: {', '.join(refused) or 'no cache write was found'}")
 
 
@@ -80,4 +82,4 @@ def proof_row(cache: common_pb2.CacheProof) -> tuple[str, ...]:
     run = f"[{cache.start}, +{cache.length}) axis {cache.axis}"
     agree = cache.verdict_before == cache.verdict_after
     verdict = cache.verdict_before if agree else f"{cache.verdict_before} / {cache.verdict_after}"
-    return (cache.cache, cache.node, cache.form, run, verdict, "yes" if cache.aliased else "no", cache.reason)
+    return (cache.cache, cache.node, cache.form, run, verdict, cache.reason)

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import grpc
+from collections.abc import Iterable, Mapping
+
 import typer
 
+from shared.cli.exit_codes import exit_code
 from shared.cli.options import word_of
 from shared.cli.session import session_of
-from shared.errors import Unavailable
+from shared.errors import QuireError, Unavailable
 from shared.pb.quire.v1 import common_pb2, compiler_pb2, control_pb2
-from shared.rpc.status import from_rpc_error
+
+_VECTOR_FEATURES = ("avx", "fma", "f16c", "amx", "asimd", "sve", "bf16")
 
 
 def doctor_command(context: typer.Context) -> None:
-    """Ask both services what they can do; a service that does not answer is reported, not hidden."""
+    """Ask both services what they can do; one that does not answer is a line of the report, and exit code 7."""
     session = session_of(context)
     report: dict[str, object] = {}
     rows: list[tuple[object, ...]] = []
+    away: QuireError | None = None
     try:
         with session.compiler() as stub:
             build = stub.GetBuildCapabilities(compiler_pb2.GetBuildCapabilitiesRequest(), timeout=30)
         report["compiler"] = _build_report(build, rows)
-    except grpc.RpcError as error:
-        report["compiler"] = {"error": _reachable(error, session.compiler_address, rows, "compiler")}
+    except Unavailable as error:
+        away, report["compiler"] = error, {"error": error.message}
+        rows.append(("reach", "compiler", "no", error.message))
     try:
         with session.control() as stub:
             info = stub.GetServerInfo(control_pb2.GetServerInfoRequest(), timeout=30)
@@ -33,30 +38,34 @@ def doctor_command(context: typer.Context) -> None:
             "isa": list(device.isa),
             "toolchain": dict(device.toolchain),
         }
-        capability = device.compute_capability or " ".join(device.isa)
-        rows.append(("run", device.kind, "yes", f"{device.name} {capability}"))
-    except grpc.RpcError as error:
-        report["runtime"] = {"error": _reachable(error, session.runtime_address, rows, "runtime")}
+        capability = f"compute capability {device.compute_capability}" if device.compute_capability else _vectors(device.isa)
+        rows.append(("run", device.kind, "yes", ", ".join(filter(None, (device.name, capability, _versions(device.toolchain))))))
+    except Unavailable as error:
+        away, report["runtime"] = error, {"error": error.message}
+        rows.append(("reach", "runtime", "no", error.message))
     if session.as_json:
         session.print_json(report)
     else:
         session.print_table(("verb", "what", "available", "detail"), rows)
+    if away is not None:
+        raise typer.Exit(exit_code(away))
 
 
 def _build_report(build: compiler_pb2.GetBuildCapabilitiesResponse, rows: list[tuple[object, ...]]) -> dict[str, object]:
     backends = {}
     for entry in build.backends:
         name = word_of(common_pb2.Backend, "BACKEND", entry.backend)
-        toolchain = " ".join(f"{k} {v}" for k, v in sorted(entry.toolchain.items()))
-        rows.append(("build", name, "yes" if entry.available else "no", toolchain if entry.available else entry.reason))
+        detail = _versions(entry.toolchain) if entry.available else entry.reason
+        rows.append(("build", name, "yes" if entry.available else "no", detail))
         backends[name] = {"available": entry.available, "reason": entry.reason, "toolchain": dict(entry.toolchain)}
     rows.append(("build", "host", "", f"{build.cpu_count} cpus, {build.memory_bytes / 2**30:.1f} GiB, {' '.join(build.isa)}"))
     return {"backends": backends, "cpu_count": build.cpu_count, "memory_bytes": build.memory_bytes, "isa": list(build.isa)}
 
 
-def _reachable(error: grpc.RpcError, address: str, rows: list[tuple[object, ...]], service: str) -> str:
-    known = from_rpc_error(error)
-    if not isinstance(known, Unavailable):
-        raise error
-    rows.append(("reach", service, "no", f"nothing answers at {address}; start it with `quire up`"))
-    return f"nothing answers at {address}"
+def _versions(toolchain: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in sorted(toolchain.items()))
+
+
+def _vectors(isa: Iterable[str]) -> str:
+    """What matters of a CPU's many features."""
+    return " ".join(sorted(feature for feature in isa if feature.startswith(_VECTOR_FEATURES)))

@@ -8,10 +8,11 @@ import typer
 
 from shared.cli.options import UINT32_MAX, UINT64_MAX, kv_options, word_of
 from shared.cli.session import session_of
+from shared.errors import FieldOutOfRange
 from shared.pb.quire.v1 import common_pb2, control_pb2
 
 app = typer.Typer(help="Engines of the runtime.", no_args_is_help=True)
-COLUMNS = ("name", "artifact", "model", "backend", "layout", "max_len", "pages", "kv_bytes", "aliased")
+COLUMNS = ("name", "model", "backend", "layout", "max_len", "pages", "kv_bytes", "aliased", "artifact")
 
 
 def _row(engine: control_pb2.Engine) -> tuple[object, ...]:
@@ -20,7 +21,6 @@ def _row(engine: control_pb2.Engine) -> tuple[object, ...]:
     aliased = f"{engine.caches_aliased}/{engine.caches_total}"
     return (
         engine.name,
-        engine.artifact_id[:12],
         engine.model_name,
         backend,
         layout,
@@ -28,6 +28,7 @@ def _row(engine: control_pb2.Engine) -> tuple[object, ...]:
         engine.num_pages,
         engine.kv_bytes,
         aliased,
+        engine.artifact_id,
     )
 
 
@@ -44,7 +45,7 @@ def load(
     session = session_of(context)
     request = control_pb2.LoadEngineRequest(artifact_id=artifact_id, name=name)
     if pages is not None and kv_bytes is not None:
-        raise typer.BadParameter("give --pages or --kv-bytes, not both")
+        raise FieldOutOfRange("give --pages or --kv-bytes, not both", field="--pages")
     if pages is not None:
         request.num_pages = pages
     if kv_bytes is not None:
@@ -63,7 +64,7 @@ def load(
     if session.as_json:
         session.print_json(engine)
     else:
-        session.console.print(engine.name, highlight=False)
+        session.print(engine.name)
 
 
 @app.command()

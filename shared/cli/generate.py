@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -38,7 +39,7 @@ def generate_command(
     top_k: Annotated[int | None, typer.Option(min=0, max=UINT32_MAX)] = None,
     min_p: Annotated[float | None, typer.Option()] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=UINT64_MAX)] = None,
-    n: Annotated[int, typer.Option(min=1, max=UINT32_MAX, help="samples of the prompt")] = 1,
+    n: Annotated[int, typer.Option(min=1, max=UINT32_MAX, help="samples of the prompt; more than one are each shown whole")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="stop string, repeatable")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
     compaction: Annotated[str | None, typer.Option(help="policy=sink_recent,budget=256,interval=64 or off")] = None,
@@ -54,9 +55,10 @@ def generate_command(
         stopping=inference_pb2.Stopping(max_tokens=max_tokens, stop=stop or (), ignore_eos=ignore_eos),
         kv=kv_options(compaction),
     )
+    view = StreamView(session, several=n > 1)
     with session.inference() as stub:
         for event in stream_events(stub, request):
-            show_event(session, event, label_samples=n > 1)
+            view.show(event)
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -65,30 +67,47 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt is not None:
         return prompt
     assert prompt_file is not None
-    if str(prompt_file) == "-":
-        return sys.stdin.read()
     try:
-        return prompt_file.read_text()
+        return sys.stdin.read() if str(prompt_file) == "-" else prompt_file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise FieldOutOfRange(f"--prompt-file must be a readable UTF-8 text file: {error}", field="--prompt-file") from error
 
 
-def show_event(session: Session, event: inference_pb2.GenerateResponse, *, label_samples: bool) -> None:
-    """JSON: every event a line. Text: deltas as they come, then the finish reason and the usage."""
-    kind = event.WhichOneof("event")
-    if session.as_json:
-        session.print_json(event)
-    elif kind == "delta":
-        sys.stdout.write(f"[{event.delta.index}] {event.delta.text}\n" if label_samples else event.delta.text)
+@dataclass(slots=True)
+class StreamView:
+    """JSON: every event a line. Text: deltas as they come, then the finish reason and the usage; of several samples each text is
+    shown whole when it ends, under a heading, since their deltas come interleaved."""
+
+    session: Session
+    several: bool
+    texts: dict[int, str] = field(default_factory=dict)
+
+    def show(self, event: inference_pb2.GenerateResponse) -> None:
+        """Raises the error that ends a stream."""
+        kind = event.WhichOneof("event")
+        if self.session.as_json:
+            self.session.print_json(event)
+        elif kind == "delta" and self.several:
+            self.texts[event.delta.index] = self.texts.get(event.delta.index, "") + event.delta.text
+        elif kind == "delta":
+            sys.stdout.write(event.delta.text)
+            sys.stdout.flush()
+        elif kind == "finished":
+            self._finish(event.finished)
+        elif kind == "usage":
+            self.session.note(usage_line(event.usage))
+        if kind == "error":
+            raise from_message(event.error)
+
+    def _finish(self, finished: inference_pb2.Finished) -> None:
+        reason = word_of(inference_pb2.FinishReason, "FINISH_REASON", finished.reason)
+        if self.several:
+            sys.stdout.write(f"--- sample {finished.index}, finished: {reason}\n{self.texts.pop(finished.index, '')}\n")
+            sys.stdout.flush()
+            return
+        sys.stdout.write("\n")
         sys.stdout.flush()
-    elif kind == "finished":
-        reason = word_of(inference_pb2.FinishReason, "FINISH_REASON", event.finished.reason)
-        sys.stdout.write("" if label_samples else "\n")
-        session.progress.print(f"finished: {reason}", highlight=False)
-    elif kind == "usage":
-        session.progress.print(usage_line(event.usage), highlight=False)
-    if kind == "error":
-        raise from_message(event.error)
+        self.session.note(f"finished: {reason}")
 
 
 def tokens_per_s(usage: inference_pb2.Usage) -> float:

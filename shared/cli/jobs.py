@@ -5,22 +5,61 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from shared.cli import watch
-from shared.cli.options import UINT64_MAX
+from shared.cli.options import UINT64_MAX, profile_words, word_of
 from shared.cli.session import session_of
 from shared.ids import new_id
-from shared.pb.quire.v1 import compiler_pb2
+from shared.pb.quire.v1 import common_pb2, compiler_pb2
 
 app = typer.Typer(help="Compile jobs.", no_args_is_help=True)
 JobId = Annotated[str, typer.Argument(help="job id")]
-COLUMNS = ("job", "state", "stage", "attempt", "source", "artifact", "created")
+COLUMNS = ("job", "state", "stage", "attempt", "created", "source", "artifact")
 
 
 def _row(job: compiler_pb2.CompileJob) -> tuple[object, ...]:
     stage = watch.stage_word(job.stage) if job.stage else ""
-    created = job.created_at.ToJsonString() if job.HasField("created_at") else ""
-    return (job.job_id, watch.state_word(job.state), stage, job.attempt, job.spec.source, job.artifact_id[:12], created)
+    return (
+        job.job_id,
+        watch.state_word(job.state),
+        stage,
+        job.attempt,
+        _moment(job.created_at),
+        job.spec.source,
+        job.artifact_id,
+    )
+
+
+def _moment(time: Timestamp) -> str:
+    return time.ToDatetime().isoformat(" ", "seconds") + " UTC"
+
+
+def _fields(job: compiler_pb2.CompileJob) -> list[tuple[str, object]]:
+    """What there is to say of a job; no line for what it has not."""
+    spec, limits = job.spec, job.limits
+    layout = word_of(common_pb2.KVLayout, "KV_LAYOUT", spec.layout)
+    lines: list[tuple[str, object]] = [
+        ("job", job.job_id),
+        ("state", watch.state_word(job.state)),
+        ("stage", watch.stage_word(job.stage) if job.stage else ""),
+        ("attempt", f"{job.attempt} of {limits.max_attempts}"),
+        ("error", f"{job.error.reason}: {job.error.message}" if job.error.reason else ""),
+        ("artifact", job.artifact_id + (" (was in the store)" if job.reused else "")),
+        ("source", spec.source),
+        ("backend", word_of(common_pb2.Backend, "BACKEND", spec.backend)),
+        ("targets", " ".join(spec.targets)),
+        ("layout", layout + (f", pages of {spec.page_size}" if spec.page_size else "")),
+        ("dtype", word_of(common_pb2.ElementType, "ELEMENT_TYPE", spec.dtype)),
+        ("max_len", spec.max_len),
+        ("profiles", profile_words(spec.profiles)),
+    ]
+    lines += [
+        (name.removesuffix("_at"), _moment(getattr(job, name)))
+        for name in ("created_at", "started_at", "finished_at")
+        if job.HasField(name)
+    ]
+    return [(name, value) for name, value in lines if value]
 
 
 @app.command("ls")
@@ -44,7 +83,7 @@ def show(context: typer.Context, job_id: JobId) -> None:
     if session.as_json:
         session.print_json(job)
     else:
-        session.print_fields(job)
+        session.print_table(("field", "value"), _fields(job))
 
 
 @app.command("watch")
@@ -56,7 +95,7 @@ def watch_job(
     with session.compiler() as stub:
         job = watch.follow(session, stub, job_id, show=True, after_sequence=after)
     if not session.as_json:
-        session.console.print(job.artifact_id, highlight=False)
+        session.print(job.artifact_id)
 
 
 @app.command()
@@ -68,7 +107,7 @@ def cancel(context: typer.Context, job_id: JobId) -> None:
     if session.as_json:
         session.print_json(job)
     else:
-        session.console.print(watch.state_word(job.state))
+        session.print(watch.state_word(job.state))
 
 
 @app.command()
@@ -80,4 +119,4 @@ def retry(context: typer.Context, job_id: JobId) -> None:
     if session.as_json:
         session.print_json(job)
     else:
-        session.console.print(job.job_id, highlight=False)
+        session.print(job.job_id)

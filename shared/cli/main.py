@@ -7,13 +7,11 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import grpc
 import typer
 
 from shared.cli import artifacts, compile, doctor, engines, exit_codes, generate, jobs, up
 from shared.cli.session import COMPILER_ADDRESS, RUNTIME_ADDRESS, Output, Session
 from shared.errors import FieldOutOfRange, QuireError
-from shared.rpc.status import from_rpc_error
 
 app = typer.Typer(
     help="Compile decoder LLMs into engines with proven in-place KV writes, and stream from them.",
@@ -51,7 +49,7 @@ def hoist_output(arguments: list[str]) -> list[str]:
     for i, word in enumerate(rest):
         if word == "--":
             break
-        if word == "--output":
+        if word == "--output" and i + 1 < len(rest):
             return rest[i : i + 2] + rest[:i] + rest[i + 2 :]
         if word.startswith("--output="):
             return [rest.pop(i), *rest]
@@ -74,8 +72,6 @@ def main() -> None:
     try:
         check_text(arguments)
         app(arguments, prog_name="quire")
-    except grpc.RpcError as error:
-        _fail(from_rpc_error(error), as_json)
     except QuireError as error:
         _fail(error, as_json)
     except KeyboardInterrupt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,11 @@ def profile_messages(words: Sequence[str]) -> list[common_pb2.OptimizationProfil
         )
 
     return [message(word) for word in words]
+
+
+def profile_words(profiles: Iterable[common_pb2.OptimizationProfile]) -> str:
+    """`decode=8x1 prefill=1x128`: the largest shape of each."""
+    return " ".join(f"{p.name}={p.batch.max}x{p.query_len.max}" for p in profiles)
 
 
 def compile_spec(

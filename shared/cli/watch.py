@@ -49,7 +49,12 @@ class StageBars:
     last_line: str = ""
 
     def __post_init__(self) -> None:
-        columns = (TextColumn("{task.description:<8}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[message]}"))
+        columns = (
+            TextColumn("{task.description:<8}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[message]}", markup=False),
+        )
         self.progress = Progress(*columns, console=self.session.progress, disable=not self.session.shows_progress)
 
     def show(self, event: compiler_pb2.JobEvent) -> None:
@@ -58,9 +63,10 @@ class StageBars:
         elif self.session.shows_progress:
             self._bar(event)
         else:
-            line = f"{state_word(event.state)} {stage_word(event.stage) if event.stage else ''} {event.message}".strip()
+            words = (state_word(event.state), stage_word(event.stage) if event.stage else "", event.message)
+            line = " ".join(dict.fromkeys(filter(None, words)))
             if line != self.last_line:
-                self.session.progress.print(line, highlight=False)
+                self.session.note(line)
                 self.last_line = line
 
     def _bar(self, event: compiler_pb2.JobEvent) -> None:

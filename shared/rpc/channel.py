@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from shared.errors import FieldOutOfRange
 from shared.rpc.server import KEEPALIVE_TIME_MS, MAX_MESSAGE_BYTES, is_loopback
 
 
@@ -23,7 +24,7 @@ class ChannelOptions:
 
 
 def connect(options: ChannelOptions) -> grpc.Channel:
-    """A blocking channel. A token without TLS goes to loopback only: ValueError otherwise."""
+    """A blocking channel. FieldOutOfRange for a token beyond loopback without TLS and for PEM files that cannot be read."""
     settings: list[tuple[str, Any]] = [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -33,7 +34,7 @@ def connect(options: ChannelOptions) -> grpc.Channel:
     ]
     if options.ca is None:
         if options.token and not is_loopback(options.address):
-            raise ValueError(f"a token is sent over TLS only; give --ca for {options.address}")
+            raise FieldOutOfRange(f"a token is sent over TLS only; give --ca for {options.address}", field="--token")
         channel = grpc.insecure_channel(options.address, settings)
     else:
         channel = grpc.secure_channel(options.address, _credentials(options, options.ca), settings)
@@ -43,9 +44,18 @@ def connect(options: ChannelOptions) -> grpc.Channel:
 
 
 def _credentials(options: ChannelOptions, ca: Path) -> grpc.ChannelCredentials:
-    key = options.key.read_bytes() if options.key else None
-    certificate = options.certificate.read_bytes() if options.certificate else None
-    return grpc.ssl_channel_credentials(ca.read_bytes(), key, certificate)
+    if (options.key is None) != (options.certificate is None):
+        raise FieldOutOfRange("a client certificate and its key go together: give both or none", field="--certificate")
+    key = _read(options.key, "--key") if options.key else None
+    certificate = _read(options.certificate, "--certificate") if options.certificate else None
+    return grpc.ssl_channel_credentials(_read(ca, "--ca"), key, certificate)
+
+
+def _read(path: Path, field: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise FieldOutOfRange(f"{field} must be a readable PEM file: {error}", field=field) from error
 
 
 class _CallDetails(grpc.ClientCallDetails):

@@ -152,7 +152,10 @@ def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCrede
     try:
         port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
-        raise FieldOutOfRange(f"cannot listen on {address}: {error}; is it in use?", field="address") from error
+        raise FieldOutOfRange(
+            f"cannot listen on {address}: it is in use, or not an address of this host; stop what serves there or choose another",
+            field="address",
+        ) from error
     return int(port)
 
 

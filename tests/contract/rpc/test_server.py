@@ -106,7 +106,7 @@ def test_public_plaintext_is_refused_without_the_flag(where):
     with pytest.raises(errors.FieldOutOfRange, match="TLS"):
         servers.ServerOptions(where)
     servers.ServerOptions(where, allow_plaintext=True)
-    with pytest.raises(ValueError, match="TLS"):
+    with pytest.raises(errors.FieldOutOfRange, match="TLS"):
         channels.connect(channels.ChannelOptions(where, token="t"))
 
 

@@ -28,7 +28,13 @@ def quire(*words):
 def test_an_unreachable_service_is_one_line_and_exit_code_7():
     run = quire("--compiler-address", "127.0.0.1:1", "jobs", "ls")
     assert (run.returncode, run.stdout, run.stderr.count("\n")) == (7, "", 1)
-    assert run.stderr.startswith("quire: UNAVAILABLE: ")
+    assert run.stderr.startswith("quire: UNAVAILABLE: no answer from the compiler at 127.0.0.1:1: start it with `quire up`")
+
+
+def test_doctor_reports_every_service_that_is_away_and_exits_7():
+    run = quire("--compiler-address", "127.0.0.1:1", "--runtime-address", "127.0.0.1:2", "doctor")
+    assert run.returncode == 7
+    assert [line.split()[:3] for line in run.stdout.splitlines()[1:]] == [["reach", "compiler", "no"], ["reach", "runtime", "no"]]
 
 
 def test_errors_are_json_where_json_was_asked_for():

@@ -137,3 +137,7 @@ def test_what_is_no_duration_is_refused_by_option(text):
 def test_what_is_no_size_is_refused_by_option(text):
     with pytest.raises(FieldOutOfRange, match="such as 20GiB"):
         byte_count(text, "--max-bytes")
+
+
+def test_an_output_without_a_value_stays_where_it_was_for_the_parser_to_name():
+    assert hoist_output(["jobs", "ls", "--output"]) == ["jobs", "ls", "--output"]
