@@ -119,7 +119,7 @@ async def _serve(compiler_environment: dict[str, str], runtime_environment: dict
             services.append(await Service.start("compiler", "compiler_service", compiler_environment))
             services.append(await Service.start("runtime", "runtime_service", runtime_environment))
             ready = asyncio.gather(*(service.ready() for service in services))
-            await asyncio.wait({stop, ready}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((stop, ready), return_when=asyncio.FIRST_COMPLETED)
             if stopped.is_set():
                 ready.cancel()
                 return
