@@ -14,6 +14,7 @@ import pytest
 
 from runtime_service.compaction.round import Compactor
 from runtime_service.core.params import CompactionParams, SamplingParams
+from runtime_service.core.request import GenerationRequest
 from runtime_service.loop import DrainReport, ServingLoop
 from runtime_service.session.session import EngineSession
 from runtime_service.streaming.events import FinishReason
@@ -154,8 +155,9 @@ def test_a_request_that_cannot_be_prepared_for_ends_alone(monkeypatch: pytest.Mo
     loop = serving(TinyEngine(), num_pages=40)
     (healthy,) = submit(loop, request([1, 2], 9))
 
-    def no_compiler(*_: object) -> None:
-        raise BuildFailed("g++ was killed")
+    def no_compiler(_: Compactor, wanted: GenerationRequest) -> None:
+        if wanted.compaction is not None:
+            raise BuildFailed("g++ was killed")
 
     monkeypatch.setattr(Compactor, "prepare", no_compiler)
     (failing,) = submit(loop, request([1, 2], 9, compaction=CompactionParams("sink_recent", 8, 4)))
