@@ -10,6 +10,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
@@ -23,6 +24,13 @@ from shared.telemetry.log import configure_logging
 from tests.contract.runtime.conftest import Gate, TinyLoader, publish_tiny, spaced_tokenizer
 
 
+def _is_socket(descriptor: Path) -> bool:
+    try:
+        return str(descriptor.readlink()).startswith("socket:")
+    except FileNotFoundError:  # the listing's own
+        return False
+
+
 class Insides(Collector):
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -30,6 +38,9 @@ class Insides(Collector):
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("inside_tasks", "Asyncio tasks.", value=len(asyncio.all_tasks(self._loop)))
         yield GaugeMetricFamily("inside_threads", "Threads.", value=threading.active_count())
+        yield GaugeMetricFamily(
+            "inside_sockets", "Descriptors that are sockets.", value=sum(map(_is_socket, Path("/proc/self/fd").iterdir()))
+        )
 
 
 async def main(word_size: int) -> None:
