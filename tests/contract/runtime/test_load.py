@@ -88,7 +88,7 @@ async def loaded_server(data: Path) -> AsyncIterator[dict[str, str]]:
 
 
 async def settled(metrics: str, idle: Weight | None = None) -> Weight:
-    """The weight once it is no more than when `idle`, memory and threads apart; or whatever it is after some minutes without that."""
+    """The weight once it is no more than when `idle`, memory and threads apart; or whatever it is after minutes."""
     deadline = asyncio.get_running_loop().time() + SETTLE_S
     while True:
         weight = Weight.of(await scrape(metrics))
