@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ class Builder:
     def __init__(self) -> None:
         disable_tf32()
         self._builder = trt.Builder(TRT_LOGGER)
+        self._builder.max_threads = len(os.sched_getaffinity(0))
         # Engines of the RTX flavour are strongly typed without asking.
         flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
         self.network: Any = self._builder.create_network(0 if flag is None else 1 << int(flag))
