@@ -71,12 +71,12 @@ def load(
 def unload(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="engine name")],
-    grace_s: Annotated[float, typer.Option(min=0, help="seconds running requests may still take")] = 0,
+    grace_s: Annotated[int, typer.Option(min=0, max=UINT32_MAX, help="seconds running requests may still take")] = 0,
 ) -> None:
     """Unload an engine and give its memory back."""
     session = session_of(context)
     request = control_pb2.UnloadEngineRequest(name=name)
-    request.grace.FromNanoseconds(round(grace_s * 1e9))
+    request.grace.seconds = grace_s
     with session.control() as stub:
         response = stub.UnloadEngine(request)
     if session.as_json:
