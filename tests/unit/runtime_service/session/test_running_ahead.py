@@ -84,6 +84,21 @@ def test_preempted_with_a_token_on_its_way_it_is_recomputed_with_it() -> None:
     assert [s.tokens() for s in streams] == [Oracle().expected_tokens(p, 16) for p in ([1, 2, 3], [9, 8, 7])]
 
 
+@pytest.mark.parametrize("num_pages", [6, 7, 8, 9])
+def test_preempted_with_its_last_token_on_its_way_it_ends_with_it(num_pages: int) -> None:
+    """Whatever the length of the lower one: for some, the page the other grows by is taken while only the last token is awaited."""
+    for length in range(1, 14):
+        loop = serving(ahead(page_size=4), num_pages=num_pages)
+        streams = submit(loop, request([1, 2, 3], 14), request([9, 8, 7], length))
+        run(loop)
+        assert [s.tokens() for s in streams] == [
+            Oracle().expected_tokens([1, 2, 3], 14),
+            Oracle().expected_tokens([9, 8, 7], length),
+        ]
+        (load,) = loop.load().engines
+        assert (load.pages_free, load.requests_finished) == (load.pages_total, 2)
+
+
 @pytest.mark.parametrize("sampling", [{"n": 3}, {"logprobs": 2}, {"repetition_penalty": 1.2}])
 def test_seeded_requests_say_the_same_as_step_by_step(sampling: dict[str, object]) -> None:
     """Those that need the host's sampler fly with others that do not."""
