@@ -19,7 +19,7 @@ from shared.cli.compile import (
     Targets,
     proof_row,
 )
-from shared.cli.options import byte_count, compile_spec, profile_words, seconds, word_of
+from shared.cli.options import byte_count, compile_spec, profile_words, seconds, target_words, word_of
 from shared.cli.session import session_of
 from shared.errors import BackendUnavailable
 from shared.pb.quire.v1 import common_pb2, compiler_pb2
@@ -170,7 +170,7 @@ def explain_miss(
 ) -> None:
     """Say which parts of the key keep a compile from reusing an engine of the store. Takes the options of `quire compile`."""
     session = session_of(context)
-    spec = compile_spec(source, backend, layout, dtype, max_len, page_size, profile or (), [t for t in target.split(",") if t])
+    spec = compile_spec(source, backend, layout, dtype, max_len, page_size, profile or (), target_words(target))
     with session.compiler() as stub:
         response = stub.ExplainMiss(compiler_pb2.ExplainMissRequest(spec=spec))
     if session.as_json:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from shared.cli import watch
-from shared.cli.options import UINT32_MAX, compile_spec
+from shared.cli.options import UINT32_MAX, compile_spec, target_words
 from shared.cli.session import session_of
 from shared.errors import WriteNotProven
 from shared.ids import new_id
@@ -40,7 +40,7 @@ def compile_command(
 ) -> None:
     """Compile a model and print the artifact id."""
     session = session_of(context)
-    targets = [t for t in target.split(",") if t]
+    targets = target_words(target)
     spec = compile_spec(source, backend, layout, dtype, max_len, page_size, profile or (), targets, allow_copying=allow_copying)
     with session.compiler() as stub:
         request = compiler_pb2.CreateCompileJobRequest(request_id=new_id(), spec=spec)

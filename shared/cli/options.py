@@ -54,6 +54,11 @@ def profile_words(profiles: Iterable[common_pb2.OptimizationProfile]) -> str:
     return " ".join(f"{p.name}={p.batch.max}x{p.query_len.max}" for p in profiles)
 
 
+def target_words(text: str) -> list[str]:
+    """`sm80,sm89` as its words; none for an empty text."""
+    return [word for word in text.split(",") if word]
+
+
 def compile_spec(
     source: str,
     backend: str,
