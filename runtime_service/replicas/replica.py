@@ -12,18 +12,18 @@ from shared.pb.quire.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from shared.rpc.server import MAX_MESSAGE_BYTES
 
 REPORT_PERIOD_S = 0.1
-"""How old a report may be. What is sent in between is counted, so that a burst does not land on one replica."""
+"""How old the pages a request takes may be. How many are under way is known at any moment, so a burst does not land on one."""
 
 
 class Replica:
-    """The runtime that serves at `address`, a loopback address. `sent` counts requests by engine since the last report."""
+    """The runtime that serves at `address`, a loopback address. `under_way` counts the requests sent and not ended, by engine."""
 
     def __init__(self, address: str) -> None:
         sizes = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]
         self.channel = grpc.aio.insecure_channel(address, options=sizes)
         self.inference = inference_pb2_grpc.InferenceStub(self.channel)
         self.control = control_pb2_grpc.ControlStub(self.channel)
-        self.sent: Counter[str] = Counter()
+        self.under_way: Counter[str] = Counter()
         self._loads: dict[str, ReplicaLoad] = {}
 
     def load(self, engine: str) -> ReplicaLoad | None:
@@ -31,14 +31,9 @@ class Replica:
         return self._loads.get(engine)
 
     async def refresh(self) -> None:
-        """Take a new report. What was sent while it was made is counted twice at worst."""
-        before = Counter(self.sent)
+        """Take a new report."""
         report = await self.control.GetLoad(control_pb2.GetLoadRequest())
-        self._loads = {
-            load.name: ReplicaLoad(load.pages_total, load.pages_free, load.requests_waiting + load.requests_running)
-            for load in report.engines
-        }
-        self.sent -= before
+        self._loads = {load.name: ReplicaLoad(load.pages_total, load.pages_free, load.requests_running) for load in report.engines}
 
     async def keep_fresh(self) -> None:
         """For ever: a report every REPORT_PERIOD_S; one that does not answer keeps its last."""

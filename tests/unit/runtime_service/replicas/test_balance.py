@@ -10,11 +10,12 @@ from runtime_service.replicas.balance import ReplicaLoad, least_loaded
 
 def test_the_least_used_pages_win_whatever_the_requests() -> None:
     few_large, many_small = ReplicaLoad(100, 20, 2), ReplicaLoad(100, 70, 30)
-    assert least_loaded([few_large, many_small], [0, 0]) == 1
+    assert least_loaded([few_large, many_small], [2, 30]) == 1
 
 
 def test_pages_are_shares_so_a_small_replica_gets_its_share() -> None:
-    assert least_loaded([ReplicaLoad(1000, 500, 9), ReplicaLoad(100, 60, 9)], [0, 0]) == 1
+    assert least_loaded([ReplicaLoad(1000, 500, 9), ReplicaLoad(100, 40, 9)], [9, 9]) == 0
+    assert least_loaded([ReplicaLoad(1000, 500, 9), ReplicaLoad(100, 60, 9)], [9, 9]) == 1
 
 
 def test_who_does_not_serve_the_engine_gets_nothing() -> None:
@@ -23,11 +24,16 @@ def test_who_does_not_serve_the_engine_gets_nothing() -> None:
     assert least_loaded([], []) is None
 
 
-def test_what_was_sent_counts_as_much_as_what_runs() -> None:
-    """Two runs of ten pages each: the third request sent is worth ten pages, not one."""
+def test_what_is_under_way_counts_as_much_as_what_ran() -> None:
+    """Two runs of ten pages each: a third request is worth ten pages, not one."""
     loaded, empty = ReplicaLoad(100, 80, 2), ReplicaLoad(100, 100, 0)
-    assert least_loaded([loaded, empty], [0, 19]) == 1
-    assert least_loaded([loaded, empty], [0, 21]) == 0
+    assert least_loaded([loaded, empty], [3, 29]) == 1
+    assert least_loaded([loaded, empty], [3, 31]) == 0
+
+
+def test_who_has_nothing_under_way_wins_whatever_it_reported() -> None:
+    """A report is as old as its period: what has ended since holds no page."""
+    assert least_loaded([ReplicaLoad(100, 99, 1), ReplicaLoad(100, 10, 9)], [1, 0]) == 1
 
 
 @given(
@@ -35,11 +41,11 @@ def test_what_was_sent_counts_as_much_as_what_runs() -> None:
     burst=st.integers(1, 60),
 )
 def test_a_burst_over_equal_replicas_is_spread_evenly(replicas: list[tuple[int, int, int]], burst: int) -> None:
-    total, used, requests = replicas[0]
-    loads = [ReplicaLoad(total, total - min(used, total), requests)] * len(replicas)
-    sent = [0] * len(replicas)
+    total, used, running = replicas[0]
+    loads = [ReplicaLoad(total, total - min(used, total), running)] * len(replicas)
+    under_way = [running] * len(replicas)
     for _ in range(burst):
-        chosen = least_loaded(loads, sent)
+        chosen = least_loaded(loads, under_way)
         assert chosen is not None
-        sent[chosen] += 1
-    assert max(sent) - min(sent) <= 1
+        under_way[chosen] += 1
+    assert max(under_way) - min(under_way) <= 1
