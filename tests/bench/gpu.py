@@ -28,7 +28,7 @@ from runtime_service.engine.engine import Engine
 from runtime_service.kv.pool import KVPool
 from shared.gpu import compute_capability
 from shared.kv_spec import DType
-from tests.bench.gpu_cells import PageWatch, bare_decode, bare_prefill, mixed_load, same_requests, served_decode
+from tests.bench.gpu_cells import PageWatch, bare_decode, bare_prefill, like_requests, mixed_load, served_decode
 from tests.bench.gpu_plots import plot_decode, plot_pages
 from tests.bench.machine import copy_bandwidth, gpu_alone, write_json
 from tests.bench.random_engine import EngineShape, build_random_engine, llama_3_8b
@@ -113,15 +113,15 @@ async def service(engine: Engine, data: Path, report: Report, mixed_s: float) ->
         return loop.run_in_executor(None, report.section, name, lambda: asyncio.run_coroutine_threadsafe(coroutine, loop).result())
 
     async with serve(engine, data, NUM_PAGES) as served:
-        await measured("warm_up", served_decode(served, same_requests(COMPACTED_BATCH, vocab, 40, 12)))
-        await measured("service", served_decode(served, same_requests(DENSE_BATCH, vocab, CONTEXT - 192, 384)))
+        await measured("warm_up", served_decode(served, like_requests(COMPACTED_BATCH, vocab, 40, 12)))
+        await measured("service", served_decode(served, like_requests(DENSE_BATCH, vocab, CONTEXT - 192, 384)))
         for name, batch in (("compacted", COMPACTED_BATCH), ("compacted_equal", DENSE_BATCH)):
-            wanted = same_requests(batch, vocab, BUDGET, 512, budget=BUDGET, interval=INTERVAL)
+            wanted = like_requests(batch, vocab, BUDGET, 512, budget=BUDGET, interval=INTERVAL)
             with PageWatch(served) as pages:
                 await measured(name, served_decode(served, wanted))
             report.figures[f"{name}_pages"] = pages
         with PageWatch(served) as pages:
-            await measured("dense_pages_run", served_decode(served, same_requests(DENSE_BATCH, vocab, BUDGET, 512)))
+            await measured("dense_pages_run", served_decode(served, like_requests(DENSE_BATCH, vocab, BUDGET, 512)))
         report.figures["dense_pages"] = pages
         rng = random.Random(1)
         wanted = [

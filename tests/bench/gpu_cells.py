@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import threading
 import time
@@ -14,6 +15,8 @@ from runtime_service.engine.engine import Engine, EngineInputs
 from runtime_service.kv.pool import KVPool
 from shared.kv_spec import KVCacheSpec
 from tests.bench.served import Served
+
+_SEEDS = itertools.count(1_000_000)
 
 
 def wait(pool: KVPool) -> None:
@@ -109,8 +112,10 @@ def _at(ordered: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def same_requests(batch: int, vocab: int, prompt_len: int, max_tokens: int, **kv: int) -> list[dict[str, Any]]:
-    return [{"seed": row, "vocab": vocab, "prompt_len": prompt_len, "max_tokens": max_tokens, **kv} for row in range(batch)]
+def like_requests(batch: int, vocab: int, prompt_len: int, max_tokens: int, **kv: int) -> list[dict[str, Any]]:
+    """Requests of one shape; no two that this process makes begin alike, so no prompt is found computed."""
+    common = {"vocab": vocab, "prompt_len": prompt_len, "max_tokens": max_tokens, **kv}
+    return [{"seed": next(_SEEDS), **common} for _ in range(batch)]
 
 
 async def served_decode(served: Served, requests: list[dict[str, Any]]) -> dict[str, Any]:

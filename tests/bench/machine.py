@@ -60,8 +60,9 @@ def copy_bandwidth(device: torch.device, size: int = 4 << 30, repeats: int = 7) 
 
 @contextmanager
 def gpu_alone() -> Iterator[None]:
-    """One measurement at a time on this machine's GPU, whichever process makes it."""
-    with (Path(tempfile.gettempdir()) / "quire-gpu.lock").open("w") as file:
+    """One measurement at a time on the GPU that this process sees, whichever process makes it."""
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    with (Path(tempfile.gettempdir()) / f"quire-gpu-{device}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -1,7 +1,8 @@
 """Many greedy streams at once from one client process: `python -m tests.bench.streams ADDRESS ENGINE < requests.json`.
 
-A request is {"prompt": tokens, "prompt_len", "seed", "max_tokens", "budget", "interval", "delay_s"}; what comes back, in order, is
-{"sent", "arrivals": [[second, tokens], ...], "tokens", "reason", "error", "usage": {...}}; seconds of this process's clock.
+A request is {"prompt": tokens, "prompt_len", "seed", "max_tokens", "budget", "interval", "delay_s", "leave_after"}; what comes back, in
+order, is {"sent", "arrivals": [[second, tokens], ...], "tokens", "reason", "error", "usage": {...}}; seconds of this process's clock.
+A client that was to leave cancels its call after so many tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ async def follow(stub: inference_pb2_grpc.InferenceStub, engine: str, wanted: di
     kv = {"budget": wanted["budget"], "interval": wanted["interval"]} if wanted.get("budget") else {}
     seen: dict[str, Any] = {"sent": time.perf_counter(), "arrivals": [], "tokens": [], "reason": 0, "error": "", "usage": {}}
     try:
-        async for event in stub.Generate(greedy_request(engine, prompt, wanted["max_tokens"], **kv)):
+        call = stub.Generate(greedy_request(engine, prompt, wanted["max_tokens"], **kv))
+        async for event in call:
+            if wanted.get("leave_after") and len(seen["tokens"]) >= wanted["leave_after"]:
+                call.cancel()
+                return seen
             match event.WhichOneof("event"):
                 case "delta":
                     seen["arrivals"].append([time.perf_counter(), len(event.delta.token_ids)])

@@ -13,7 +13,7 @@ from runtime_service.engine.loader import EngineLoader
 from runtime_service.kv.pool import KVPool
 from shared.kv_spec import Layout
 from tests.bench.gpu import long_generation
-from tests.bench.gpu_cells import PageWatch, bare_decode, bare_prefill, mixed_load, same_requests, served_decode
+from tests.bench.gpu_cells import PageWatch, bare_decode, bare_prefill, like_requests, mixed_load, served_decode
 from tests.bench.gpu_plots import plot_decode, plot_pages
 from tests.bench.served import serve
 from tests.support.engines import tiny_engine
@@ -43,11 +43,11 @@ def test_the_bare_loop_decodes_up_to_the_context(engine: Engine, monkeypatch: py
 async def test_served_streams_rounds_and_a_mixed_load(engine: Engine, tmp_path: Path) -> None:
     async with serve(engine, tmp_path, PAGES) as served:
         with PageWatch(served, 0.002) as pages:
-            dense = await served_decode(served, same_requests(4, VOCAB, 10, 30))
+            dense = await served_decode(served, like_requests(4, VOCAB, 10, 30))
         assert dense["rounds"] == 0
         assert 0 < dense["inter_token_p50"] <= dense["inter_token_p99"]
         assert max(used for _, used in pages) > 4
-        compacted = await served_decode(served, same_requests(4, VOCAB, 20, 20, budget=12, interval=6))
+        compacted = await served_decode(served, like_requests(4, VOCAB, 20, 20, budget=12, interval=6))
         assert compacted["rounds"] == 4 * ((20 + 20 - 1 - 12) // 6)
         assert 0 < compacted["round_share"] < 1
         mixed = [{"seed": i, "vocab": VOCAB, "prompt_len": 5 + i, "max_tokens": 5, "delay_s": 0.01 * i} for i in range(8)]
