@@ -1,6 +1,6 @@
 """Ten minutes of mixed load on one GPU: `python -m tests.bench.gpu_soak [--seconds S] [--out FILE.json]`.
 
-A few layers of the 8B shape behind the runtime as its process has it. Requests arrive at random, after a burst that fills the batch:
+A few layers of the 8B shape behind the runtime as its process has it. Requests arrive at random, after a burst that fills a batch:
 prompts of 8 to 1,500 tokens, 16 to 256 generated, every third with rounds, every seventh from a client that leaves. Exit code 1 for
 an error, a page that did not come back, or device memory that grew after the first tenth of the time.
 """
