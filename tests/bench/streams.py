@@ -1,8 +1,8 @@
 """Many greedy streams at once from one client process: `python -m tests.bench.streams ADDRESS ENGINE < requests.json`.
 
-A request is {"prompt": tokens, "prompt_len", "seed", "max_tokens", "budget", "interval", "delay_s", "leave_after"}; a client that is
-to leave cancels its call after so many tokens. What comes back, in order, is {"sent", "arrivals": [[second, tokens], ...], "tokens",
-"reason", "error", "usage": {...}}; seconds of this process's clock.
+A request is {"prompt": tokens, "prompt_len", "seed", "max_tokens", "budget", "interval", "delay_s", "leave_after"}; a client
+that is to leave cancels its call after so many tokens. What comes back, in order, is {"sent", "arrivals": [[second, tokens],
+...], "tokens", "reason", "error", "usage": {...}}; seconds of this process's clock.
 """
 
 from __future__ import annotations
