@@ -41,8 +41,9 @@ class JobState(StrEnum):
 class JobLimits:
     """Bounds of one job. FieldOutOfRange names the one that is off.
 
-    `max_runtime_s` bounds one attempt, `max_pending_s` one wait in the queue (counted anew from when a retry becomes due),
-    `max_host_bytes` the resident memory of the build process, `max_attempts` how often the job is handed to a worker.
+    `max_runtime_s` bounds one attempt, its publication included, `max_pending_s` one wait in the queue (counted anew from when a
+    retry becomes due), `max_host_bytes` the resident memory of the build process, `max_attempts` how often the job is handed to a
+    worker.
     """
 
     max_runtime_s: float = 3600.0

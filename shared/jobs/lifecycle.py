@@ -61,9 +61,7 @@ def heartbeat(job: Job, token: FencingToken, now: float, policy: QueuePolicy) ->
     if not _holds(job, token):
         return Change(job), HeartbeatAnswer.LOST
     renewed = Change(replace(job, lease_expires_s=now + policy.lease_s))
-    if job.state is JobState.PUBLISHING:
-        return renewed, HeartbeatAnswer.CONTINUE
-    if job.cancel_requested:
+    if job.cancel_requested and job.state is not JobState.PUBLISHING:
         return renewed, HeartbeatAnswer.CANCEL
     if now - (job.started_s or now) > job.limits.max_runtime_s:
         return renewed, HeartbeatAnswer.OVERDUE

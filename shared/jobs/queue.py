@@ -106,7 +106,8 @@ class JobQueue(Protocol):
         ...
 
     async def begin_publish(self, token: FencingToken) -> None:
-        """RUNNING to PUBLISHING, the point of no return: Cancelled if a cancel came first. Later ones do not undo a publication."""
+        """RUNNING to PUBLISHING, the point of no return: Cancelled if a cancel came first. Later ones do not undo a publication;
+        the attempt's time goes on."""
         ...
 
     async def finish(self, token: FencingToken, outcome: Outcome) -> Job:

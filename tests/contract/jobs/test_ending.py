@@ -292,6 +292,18 @@ async def test_an_attempt_that_takes_too_long_is_told_so(queue: JobQueue, clock:
     assert (await queue.finish(claimed.token, TIMED_OUT)).state is JobState.TIMED_OUT
 
 
+async def test_a_publication_that_hangs_is_bounded_like_the_rest_of_the_attempt(queue: JobQueue, clock: ManualClock) -> None:
+    await submit(queue, max_runtime_s=50)
+    claimed = await claim(queue)
+    clock.advance(40)
+    await queue.begin_publish(claimed.token)
+    assert await queue.heartbeat(claimed.token) is HeartbeatAnswer.CONTINUE
+    clock.advance(10.5)
+    assert await queue.heartbeat(claimed.token) is HeartbeatAnswer.OVERDUE
+    job = await queue.finish(claimed.token, TIMED_OUT)
+    assert (job.state, job.artifact_id) == (JobState.TIMED_OUT, "")
+
+
 async def test_no_limit_but_the_documented_ones(queue: JobQueue, clock: ManualClock) -> None:
     """BR-133: a job retried for 30 hours and one that runs for 30 hours; attempts are kept, nothing expires by itself."""
     day = 86_400.0
