@@ -26,7 +26,7 @@ from compiler_service.worker.build_process import BuildProcess, Launcher
 from compiler_service.worker.protocol import AskToPublish, Failed, Progress, Request, Verb
 from compiler_service.worker.record import AttemptObserver, AttemptRecord
 from shared.artifacts.locate import StoreLocation
-from shared.errors import Cancelled, InternalError, JobStateConflict, StoreUnavailable
+from shared.errors import Cancelled, InternalError, JobNotFound, JobStateConflict, QuireError, StoreUnavailable
 from shared.jobs.job import Claim, HeartbeatAnswer, Job, JobLimits, Outcome
 from shared.jobs.queue import JobQueue
 from shared.telemetry.trace import StageClock
@@ -146,7 +146,7 @@ class Worker:
                     return message
         except Cancelled:
             return CancelledByCaller()
-        except (JobStateConflict, StoreUnavailable):
+        except (JobStateConflict, JobNotFound, StoreUnavailable):
             return ClaimLost()
         except InternalError as error:
             return Crashed(error.message)
@@ -159,7 +159,7 @@ class Worker:
             await self._queue.record_event(
                 claim.token, stage=message.stage, fraction=message.fraction, message=message.message, rss_bytes=rss_bytes
             )
-        except (StoreUnavailable, JobStateConflict) as error:
+        except QuireError as error:
             # A lost claim is the heartbeat's to find out; a line of progress is not worth a build.
             _log.warning("progress not recorded", error=str(error))
 
@@ -172,7 +172,7 @@ class Worker:
             await asyncio.sleep(every_s)
             try:
                 answer = await self._queue.heartbeat(claim.token)
-            except StoreUnavailable as error:
+            except QuireError as error:
                 _log.warning("lease not renewed", error=str(error))
                 if loop.time() - renewed > claim.lease_s:
                     return ClaimLost()
@@ -201,8 +201,9 @@ class Worker:
                     return await self._insist(claim, lambda: self._queue.fail_attempt(claim.token, error))
                 case GiveBack():
                     return await self._insist(claim, lambda: self._queue.release(claim.token))
-        except (JobStateConflict, StoreUnavailable) as error:
-            # The job is somebody else's by now, or will be when the lease lapses; what was published stays and is found.
+        except QuireError as error:
+            # The job is somebody else's by now, or will be when the lease lapses, or the queue has lost it; what was published
+            # stays and is found.
             _log.warning("result not recorded", error=str(error))
         return None
 

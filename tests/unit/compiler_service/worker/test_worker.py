@@ -117,6 +117,23 @@ async def test_a_build_that_takes_too_long(bench, tmp_path):
     assert not any(map(is_running, pids))
 
 
+async def test_a_publication_that_hangs_ends_with_the_attempts_time(bench, tmp_path):
+    job = await bench.submit(
+        ask=True,
+        published=str(tmp_path / "published"),
+        end="hang",
+        pid=str(tmp_path / "pid"),
+        limits=JobLimits(max_runtime_s=900.0),
+    )
+    bench.start_worker()
+    await bench.until((tmp_path / "published").exists)
+    assert (await bench.queue.get(job.job_id)).state is JobState.PUBLISHING
+    bench.queue._clock = lambda: time.time() + 1000.0
+    ended, _ = await bench.end_of(job)
+    assert (ended.state, ended.error.reason, ended.artifact_id) == (JobState.TIMED_OUT, "RUN_TIMEOUT", "")
+    assert not is_running(pid_in(tmp_path / "pid"))
+
+
 async def test_a_build_that_holds_too_much_memory(bench, tmp_path):
     limit = 300 << 20
     job, pids = await running_build(bench, tmp_path, limits=JobLimits(max_host_bytes=limit), megabytes=400)
@@ -161,6 +178,30 @@ async def test_a_claim_that_is_lost_ends_the_build_and_reports_nothing(bench, tm
     await bench.stop()
     now = await bench.queue.get(job.job_id)
     assert (now.state, now.worker, now.fence) == (JobState.RUNNING, "another", taken.job.fence)
+
+
+@pytest.mark.parametrize("verb", ["record_event", "begin_publish", "finish", "fail_attempt", "heartbeat"])
+async def test_a_queue_that_loses_a_running_job_loses_no_worker(bench, tmp_path, verb):
+    """A Redis that was flushed: the job is gone whatever the worker has to say of it."""
+    asked = getattr(bench.queue, verb)
+
+    async def forget_first(token, *arguments, **fields):
+        while not await bench.queue._forget(await bench.queue.get(token.job_id)):
+            await asyncio.sleep(0)
+        setattr(bench.queue, verb, asked)
+        return await asked(token, *arguments, **fields)
+
+    setattr(bench.queue, verb, forget_first)
+    end = {"fail_attempt": "crash", "heartbeat": "hang"}.get(verb, "built")
+    job = await bench.submit(report=REPORT, ask=True, published=str(tmp_path / "published"), end=end)
+    bench.start_worker()
+
+    async def is_forgotten():
+        return job.job_id not in {known.job_id for known in (await bench.queue.list()).jobs}
+
+    await bench.until(is_forgotten)
+    other, _ = await bench.end_of(await bench.submit(end="built"))
+    assert other.state is JobState.SUCCEEDED
 
 
 async def test_a_worker_that_stops_gives_its_job_back(bench, tmp_path):
