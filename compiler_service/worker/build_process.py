@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from compiler_service.worker.process_tree import kill_tree, tree_rss_bytes
+from compiler_service.worker.process_tree import kill_tree, read_stat, tree_rss_bytes
 from compiler_service.worker.protocol import Message, Request, decode_message, encode
 from shared.errors import InternalError
 
@@ -81,6 +81,8 @@ class BuildProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
         self._process, self._log = process, log
+        self._leader = read_stat(process.pid)
+        """None where it was gone at once, before it could start another."""
 
     async def write(self, line: bytes) -> None:
         """Send a line. A process that is gone already does not mind: what became of it shows in `messages`."""
@@ -106,11 +108,12 @@ class BuildProcess:
 
     def rss_bytes(self) -> int:
         """Resident memory of the process and all it started. Reads /proc: call it off the event loop."""
-        return tree_rss_bytes(self._process.pid)
+        return tree_rss_bytes(self._leader) if self._leader else 0
 
     async def kill(self) -> None:
         """End it and everything it started, and collect it. Idempotent."""
-        await asyncio.to_thread(kill_tree, self._process.pid)
+        if self._leader:
+            await asyncio.to_thread(kill_tree, self._leader)
         await self._process.wait()
 
     async def how_it_ended(self) -> str:

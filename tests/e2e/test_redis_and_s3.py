@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from compiler_service.worker.process_tree import process_tree
+from compiler_service.worker.process_tree import process_tree, read_stat
 from shared.cli.exit_codes import EXIT_CODES
 from shared.cli.main import app
 from shared.cli.session import Output, Session
@@ -127,7 +127,7 @@ def test_a_checkpoint_becomes_an_engine_in_the_bucket_and_streams(hosts: Hosts, 
         signed = cli(quire, "artifacts", "sign", job.artifact_id, "--key", str(keys["private"]))
         assert [part["artifact_id"] for part in signed] == [job.artifact_id, quire.artifact(job.artifact_id).model_id]
 
-        (runtime,) = (stat.pid for stat in process_tree(quire.process.pid) if is_runtime(stat.pid))
+        (runtime,) = (stat.pid for stat in process_tree(read_stat(quire.process.pid)) if is_runtime(stat.pid))
         os.kill(runtime, signal.SIGKILL)
         assert quire.process.wait(timeout=90) == EXIT_CODES[Unavailable], "`quire up` says that a service died"
 

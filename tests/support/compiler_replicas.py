@@ -24,7 +24,7 @@ import grpc
 from compiler_service.__main__ import serve
 from compiler_service.config import CompilerSettings
 from compiler_service.worker.build_process import Launcher
-from compiler_service.worker.process_tree import process_tree
+from compiler_service.worker.process_tree import process_tree, read_stat
 from shared.pb.quire.v1 import common_pb2, compiler_pb2_grpc
 from shared.pb.quire.v1 import compiler_pb2 as pb
 from shared.telemetry.log import configure_logging
@@ -78,7 +78,8 @@ class Replica:
 
     def builds(self) -> list[int]:
         """Process ids of the builds that run now."""
-        return [stat.pid for stat in process_tree(self.process.pid) if stat.pid != self.process.pid]
+        service = read_stat(self.process.pid)
+        return [stat.pid for stat in process_tree(service) if stat.pid != service.pid] if service else []
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
