@@ -69,7 +69,8 @@ class LocalStore:
             make_durable(staged)
             with self._locked():
                 if final.exists():
-                    if not damaged:
+                    # Seen to be damaged, it is looked at again: another writer may have put a whole one in its place since.
+                    if not (damaged and self._is_damaged(artifact_id)):
                         return False
                     self._hide(final)
                 final.parent.mkdir(exist_ok=True)
@@ -83,7 +84,11 @@ class LocalStore:
         directory = self._directory(artifact_id)
         with self._disk():
             lease, manifest, head = self._hold(directory)
-            self._mark_used(directory)
+            try:
+                self._mark_used(directory)
+            except BaseException:
+                lease.close()
+                raise
         paths = {entry.path: directory / entry.path for entry in head.files}
         return ArtifactHandle(head.artifact_id, manifest, paths, lease.close)
 

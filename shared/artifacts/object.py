@@ -16,7 +16,7 @@ import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import structlog
@@ -66,20 +66,13 @@ class ObjectStore:
 
     def open(self, artifact_id: str) -> ArtifactHandle:
         check_artifact_id(artifact_id)
-        lease = self._lease(artifact_id)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._lease(artifact_id).close)
             manifest, head = self._trusted_manifest(artifact_id)
             cached = self._cache.open(manifest, head, self._content)
+            undo.callback(cached.close)
             self._put_time(f"{artifact_id}/used", self._clock())
-        except BaseException:
-            lease.close()
-            raise
-
-        def release() -> None:
-            cached.close()
-            lease.close()
-
-        return ArtifactHandle(head.artifact_id, manifest, cached.paths, release)
+            return ArtifactHandle(head.artifact_id, manifest, cached.paths, undo.pop_all().close)
 
     def verify(self, artifact_id: str) -> None:
         self._check_files(self._trusted_manifest(artifact_id)[1])

@@ -6,16 +6,20 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from shared.artifacts import local as local_module
+from shared.artifacts.files import make_durable
 from shared.artifacts.local import STALE_STAGING_S, LocalStore
 from shared.artifacts.locate import StoreLocation, open_store
+from shared.artifacts.object import ObjectStore
 from shared.artifacts.record import MANIFEST_NAME
 from shared.errors import ArtifactCorrupt, StoreUnavailable
-from tests.support.artifact_stores import FILES, A, B, LocalBackend, contents, fill, manifest_of, publish
+from tests.support.artifact_stores import FILES, A, B, Backend, LocalBackend, contents, fill, manifest_of, publish
 
 WRITER = """
 import sys
@@ -166,6 +170,43 @@ def test_files_without_a_manifest_are_collected_and_strangers_are_not(local: Loc
     assert store.gc().freed_bytes == sum(map(len, FILES.values()))
     assert not local.directory(A).exists()
     assert store.gc(max_bytes=0, max_age_s=0).freed_bytes == 0
+
+
+def test_of_two_writers_that_saw_the_same_damage_one_replaces_it(local: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other's whole artifact may be open by then."""
+    publish(local.open())
+    local.damage(A, "engine.bin", lambda content: content[:-1])
+    published: list[bool] = []
+
+    def overtaken(directory: Path) -> None:
+        monkeypatch.setattr(local_module, "make_durable", make_durable)
+        published.append(publish(local.open()))
+        make_durable(directory)
+
+    monkeypatch.setattr(local_module, "make_durable", overtaken)
+    published.append(publish(local.open()))
+    assert published == [True, False]
+    assert contents(local.open()) == FILES
+
+
+def test_an_open_that_fails_at_its_end_holds_nothing(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = backend.open()
+    publish(store)
+
+    def fail(*_: object) -> None:
+        raise StoreUnavailable("the medium failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStore, "_mark_used", fail)
+        with pytest.raises(StoreUnavailable):
+            store.open(A)
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStore, "_put_time", lambda store, path, _: fail() if path.endswith("/used") else None)
+        if isinstance(store, ObjectStore):
+            with pytest.raises(StoreUnavailable):
+                store.open(A)
+    assert not [thread for thread in threading.enumerate() if thread.name == "artifact-lease"]
+    assert not store.list()[0].in_use
 
 
 def test_leases_leave_nothing_behind(local: LocalBackend) -> None:
