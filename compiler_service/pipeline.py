@@ -77,7 +77,9 @@ def build(spec: CompileSpec, workspace: Workspace, progress: Progress, before_pu
             progress(Stage.PUBLISH, 1.0, "reused: the store has an engine of this key")
             return BuildResult(artifact_id, reused=True)
         with store.stage() as directory:
-            built = backend.build(plan.program, plan.report, directory, lambda f, m: progress(Stage.BUILD, f, m))
+            built = backend.build(
+                plan.program, plan.report, plan.model.weights, directory, lambda f, m: progress(Stage.BUILD, f, m)
+            )
             progress(Stage.VERIFY, 0.0, "compare the engine with the exported program")
             backend.verify(built, plan.exported, plan.model.weights)
             proof = certify(plan.report.certificates, built.aliases, backend.alias_of)
@@ -130,7 +132,7 @@ def _planned(spec: CompileSpec, backend: Backend, workspace: Workspace, progress
         if not spec.allow_copying:
             report.require()
         program = backend.place_caches(linear, report)
-        name = engine_key(model, program, backend.name, backend.target, backend.toolchain)
+        name = engine_key(model, program, backend.name, backend.target, backend.toolchain, backend.options)
         yield _Plan(model, exported, program, report, name)
 
 

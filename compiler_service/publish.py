@@ -25,7 +25,12 @@ _BUILDER = ("compiler_service/backends",)
 
 
 def engine_key(
-    model: IngestedModel, program: DecoderProgram, backend: str, target: Target, toolchain: dict[str, str]
+    model: IngestedModel,
+    program: DecoderProgram,
+    backend: str,
+    target: Target,
+    toolchain: dict[str, str],
+    options: dict[str, bool],
 ) -> ArtifactKey:
     """Key of the engine that `backend` would make of `program`; nothing has to be built to know it."""
     return ArtifactKey.of(
@@ -42,6 +47,7 @@ def engine_key(
             "backend": backend,
             "target": asdict(target),
             "toolchain": toolchain,
+            "options": options,
             "builder": code_digest(_BUILDER),
         }
     )

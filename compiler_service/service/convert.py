@@ -60,6 +60,7 @@ def spec_from(message: compiler_pb2.CompileSpec) -> CompileSpec:
         profiles=profile_set(tuple(_profile_from(profile) for profile in message.profiles)),
         targets=tuple(message.targets) or (("cpu",) if backend == "inductor" else ()),
         allow_copying=message.allow_copying,
+        constant_weights=message.constant_weights,
     )
 
 
@@ -101,6 +102,7 @@ def spec_message(spec: CompileSpec) -> compiler_pb2.CompileSpec:
         profiles=[profile_message(profile) for profile in spec.profiles.profiles],
         targets=spec.targets,
         allow_copying=spec.allow_copying,
+        constant_weights=spec.constant_weights,
     )
 
 

@@ -64,7 +64,8 @@ class EngineLoader:
             model_id = decode_model_manifest(model.manifest_bytes).artifact_id
             _require("model", manifest.model.model_id, model_id)
             if manifest.backend in library.BACKENDS:
-                weights = self._weights.get(model_id, model.path(WEIGHTS_FILE), "cuda")
+                held = not manifest.constants  # such a plan brings its weights with it
+                weights = ModelWeights({}) if held else self._weights.get(model_id, model.path(WEIGHTS_FILE), "cuda")
                 launcher = load_plan(manifest, engine.path(PLAN_FILE), _bound_weights(manifest, weights))
                 if faults := find_plan_faults(manifest, launcher, weights):
                     _require("probe", "no fault", "; ".join(faults))

@@ -7,20 +7,10 @@ from typing import Annotated
 
 import typer
 
-from shared.cli.compile import (
-    PROOF_COLUMNS,
-    Backend,
-    DType,
-    Layout,
-    MaxLen,
-    PageSize,
-    Profiles,
-    Source,
-    Targets,
-    proof_row,
-)
-from shared.cli.options import byte_count, compile_spec, profile_words, seconds, target_words, word_of
+from shared.cli.compile import PROOF_COLUMNS, proof_row
+from shared.cli.options import byte_count, profile_words, seconds, word_of
 from shared.cli.session import session_of
+from shared.cli.spec import takes_spec
 from shared.errors import BackendUnavailable
 from shared.pb.quire.v1 import common_pb2, compiler_pb2
 
@@ -157,20 +147,10 @@ def sign(
 
 
 @app.command("explain-miss")
-def explain_miss(
-    context: typer.Context,
-    source: Source,
-    backend: Backend = "inductor",
-    layout: Layout = "paged",
-    dtype: DType = "float32",
-    max_len: MaxLen = 2048,
-    page_size: PageSize = 16,
-    profile: Profiles = None,
-    target: Targets = "",
-) -> None:
+@takes_spec
+def explain_miss(context: typer.Context, spec: compiler_pb2.CompileSpec) -> None:
     """Say which parts of the key keep a compile from reusing an engine of the store. Takes the options of `quire compile`."""
     session = session_of(context)
-    spec = compile_spec(source, backend, layout, dtype, max_len, page_size, profile or (), target_words(target))
     with session.compiler() as stub:
         response = stub.ExplainMiss(compiler_pb2.ExplainMissRequest(spec=spec))
     if session.as_json:

@@ -70,6 +70,7 @@ def compile_spec(
     targets: Sequence[str] = (),
     *,
     allow_copying: bool = False,
+    constant_weights: bool = False,
 ) -> compiler_pb2.CompileSpec:
     """A spec whose source, where it is a path on this machine, is absolute."""
     path = Path(source).expanduser()
@@ -83,6 +84,7 @@ def compile_spec(
         profiles=profile_messages(profiles or DEFAULT_PROFILES),
         targets=targets,
         allow_copying=allow_copying,
+        constant_weights=constant_weights,
     )
 
 

@@ -67,6 +67,7 @@ def smollm2() -> dict[str, Any]:
         profiles=profile_set(PROFILES),
         targets=("sm80",),
         allow_copying=False,
+        constant_weights=False,
     )
     clock = Clock()
 

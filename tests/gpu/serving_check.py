@@ -121,6 +121,7 @@ def least_bf16_cosine(source: Path, data: Path) -> float:
         profiles=profile_set(PROFILES),
         targets=(compute_capability(),),
         allow_copying=False,
+        constant_weights=False,
     )
     built = build(spec, Workspace(store, DigestCache(data / "digests.json"), None), lambda *_: None, lambda: None)
     model_id = ArtifactId(decode_engine_manifest(store.manifest(built.artifact_id)).model.model_id)

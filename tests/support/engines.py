@@ -75,6 +75,7 @@ def tiny_engine(family: str, layout: Layout, dtype: str = "float32") -> TinyEngi
                 profiles=profile_set(PROFILES),
                 targets=("cpu",),
                 allow_copying=False,
+                constant_weights=False,
             )
             workspace = Workspace(store, DigestCache(home / "digests.json"), None)
             known.write_text(build(spec, workspace, lambda *_: None, lambda: None).artifact_id)

@@ -13,23 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch.export import save
 from transformers import PreTrainedConfig
 
 from compiler_service import pipeline
 from compiler_service.backends.tensorrt.host import without_gpu
 from compiler_service.ingest.digest import DigestCache
+from compiler_service.ingest.model import WEIGHTS_FILE
 from compiler_service.pipeline import Workspace
 from compiler_service.spec import CompileSpec, profile_set
 from shared.artifacts.local import LocalStore
 from shared.errors import WriteNotProven
 from shared.kv_spec import Layout
 from shared.manifest import decode_engine_manifest
+from shared.tensorrt.files import PLAN_FILE
 from tests.gpu.prepare_tensorrt import gemma3_of_26_layers
-from tests.support.decoders import tiny_config
+from tests.support.decoders import random_model, tiny_config
 from tests.support.strided_step import VOCAB as STRIDED_VOCAB
 from tests.support.strided_step import export_strided
-from tests.support.tensorrt_engines import Lowered, build, lower
+from tests.support.tensorrt_engines import Lowered, build, lower, save_weights
 from tests.support.tokenizers import byte_level_tokenizer
 
 PROFILES = ("decode=1x1", "prefill=1x16")
@@ -55,6 +58,28 @@ def summary(config: PreTrainedConfig, directory: Path, page_size: int | None) ->
     }
 
 
+def missing_weights(model: Path, engine: Path) -> list[str]:
+    """The weights of `model` whose bytes the plan of `engine` does not hold."""
+    plan = (engine / PLAN_FILE).read_bytes()
+    return [name for name, tensor in load_file(model / WEIGHTS_FILE).items() if tensor.numpy().tobytes() not in plan]
+
+
+def constant_summary(config: PreTrainedConfig, directory: Path) -> dict[str, Any]:
+    """The decoder `llama`, built before, with a plan that holds its weights."""
+    directory.mkdir()
+    lowered = lower(config, PROFILES, MAX_LEN)
+    save_weights(lowered, random_model(config), directory / WEIGHTS_FILE)
+    manifest = build(lowered, config, directory, constant_weights=True)
+    return {
+        "aliases": {alias.input: alias.output for alias in manifest.aliases},
+        "bindings": [asdict(binding) for binding in manifest.bindings],
+        "constants": manifest.constants,
+        "missing": missing_weights(directory, directory),
+        "missing_elsewhere": missing_weights(directory, directory.parent / "llama"),
+        "count": len(lowered.program.weights),
+    }
+
+
 def copying_summary(directory: Path) -> dict[str, Any]:
     """A `.pt2` with one write that is a run and one that is not, through the whole pipeline: refused, then allowed to copy."""
     directory.mkdir()
@@ -72,6 +97,7 @@ def copying_summary(directory: Path) -> dict[str, Any]:
         profiles=profile_set(("decode=1x1", "prefill=1x8")),
         targets=("sm80", "sm89", "sm120"),
         allow_copying=False,
+        constant_weights=False,
     )
     told: list[str] = []
     refused = ""
@@ -132,6 +158,9 @@ if __name__ == "__main__":
     for name in sys.argv[2:]:
         if name == "strided":
             built[name] = copying_summary(root / name)
+            continue
+        if name == "llama_constant":
+            built[name] = constant_summary(configs["llama"](), root / name)
             continue
         family, paged, _ = name.partition("_paged")
         built[name] = summary(configs[family](), root / name, PAGE_SIZE if paged else None)

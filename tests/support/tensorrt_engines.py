@@ -12,6 +12,7 @@ from compiler_service.backends.tensorrt.backend import TensorRTBackend
 from compiler_service.backends.tensorrt.flavour import Flavour
 from compiler_service.export.geometry import cache_spec
 from compiler_service.export.program import DecoderProgram, export_decoder
+from compiler_service.ingest.model import WEIGHTS_FILE
 from compiler_service.proof.certificate import ProofReport
 from compiler_service.proof.decoder import prove_decoder
 from compiler_service.publish import certify
@@ -64,11 +65,17 @@ def build(
     directory: Path,
     progress: list[float] | None = None,
     capabilities: tuple[str, ...] = ("sm80",),
+    *,
+    constant_weights: bool = False,
 ) -> EngineManifest:
-    """Build into `directory`, with a manifest beside the plan. Fractions done are appended to `progress`."""
+    """Build into `directory`, with a manifest beside the plan. Fractions done are appended to `progress`. `constant_weights` takes
+    the weights that `save_weights` left in `directory` into the plan."""
     done = [] if progress is None else progress
-    builder = TensorRTBackend.for_targets(Flavour.RTX, capabilities, allow_copying=not lowered.report.ok)
-    built = builder.build(lowered.program, lowered.report, directory, lambda fraction, _: done.append(fraction))
+    builder = TensorRTBackend.for_targets(
+        Flavour.RTX, capabilities, allow_copying=not lowered.report.ok, constant_weights=constant_weights
+    )
+    weights = directory / WEIGHTS_FILE
+    built = builder.build(lowered.program, lowered.report, weights, directory, lambda fraction, _: done.append(fraction))
     manifest = EngineManifest(
         schema_version=SCHEMA_VERSION,
         artifact_id="0" * 64,

@@ -38,6 +38,10 @@ class InductorBackend:
     def target(self) -> Target:
         return self.host.manifest_target
 
+    @property
+    def options(self) -> dict[str, bool]:
+        return {}
+
     def lower(self, exported: DecoderProgram) -> DecoderProgram:
         return lower_to_linear(exported)
 
@@ -48,7 +52,9 @@ class InductorBackend:
         pool = pool_name(int(cache.rpartition(".")[2]))
         return AliasedBinding(pool, pool)
 
-    def build(self, program: DecoderProgram, report: ProofReport, directory: Path, progress: Progress) -> BuiltEngine:
+    def build(
+        self, program: DecoderProgram, report: ProofReport, weights: Path, directory: Path, progress: Progress
+    ) -> BuiltEngine:
         progress(0.0, f"inductor, {len(program.cache.groups)} cache groups, {self.host.summary}")
         return build_engine(program, self.host, directory)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 from compiler_service.backends.backend import BuiltEngine, Progress
 from compiler_service.backends.tensorrt.build import build_engine
 from compiler_service.backends.tensorrt.decompose import decompose
@@ -21,28 +23,38 @@ from shared.manifest import Target
 @dataclass(frozen=True, slots=True)
 class TensorRTBackend:
     """Builds for `target`'s compute capabilities with the library of `flavour`. `allow_copying` takes a write without a proof on a
-    copy of its cache."""
+    copy of its cache; `constant_weights` puts the weights into the plan, instead of making them inputs of it."""
 
     flavour: Flavour
     target: Target
     toolchain: dict[str, str]
     layout: Layout = Layout.LINEAR
     allow_copying: bool = False
+    constant_weights: bool = False
     static_cache: bool = field(default=True, init=False)
     program_device: str = field(default="cpu", init=False)
 
     @staticmethod
     def for_targets(
-        flavour: Flavour, capabilities: tuple[str, ...], layout: Layout = Layout.LINEAR, *, allow_copying: bool = False
+        flavour: Flavour,
+        capabilities: tuple[str, ...],
+        layout: Layout = Layout.LINEAR,
+        *,
+        allow_copying: bool = False,
+        constant_weights: bool = False,
     ) -> TensorRTBackend:
         """BackendUnavailable where this host cannot build; FieldOutOfRange for a target the flavour does not know."""
         require_buildable(flavour, capabilities)
         target = Target(device="cuda", isa=(), compute_capabilities=capabilities)
-        return TensorRTBackend(flavour, target, build_toolchain(flavour), layout, allow_copying)
+        return TensorRTBackend(flavour, target, build_toolchain(flavour), layout, allow_copying, constant_weights)
 
     @property
     def name(self) -> str:
         return self.flavour.value
+
+    @property
+    def options(self) -> dict[str, bool]:
+        return {"constant_weights": self.constant_weights}
 
     def lower(self, exported: DecoderProgram) -> DecoderProgram:
         return decompose(lower_to_linear(exported))
@@ -55,8 +67,13 @@ class TensorRTBackend:
         held = cache if self.layout is Layout.LINEAR else pool_name(layer_of(cache))
         return AliasedBinding(held, updated_name(held))
 
-    def build(self, program: DecoderProgram, report: ProofReport, directory: Path, progress: Progress) -> BuiltEngine:
-        return build_engine(program, report, self.target, self.toolchain, directory, progress, allow_copying=self.allow_copying)
+    def build(
+        self, program: DecoderProgram, report: ProofReport, weights: Path, directory: Path, progress: Progress
+    ) -> BuiltEngine:
+        constants = load_file(weights) if self.constant_weights else None
+        return build_engine(
+            program, report, self.target, self.toolchain, directory, progress, constants, allow_copying=self.allow_copying
+        )
 
     def verify(self, built: BuiltEngine, exported: DecoderProgram, weights: Path) -> None:
         """Nothing runs here: a plan runs on GPUs alone, and may be built where there is none. What the build recorded of its

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from compiler_service.backends.backend import BuiltEngine, Progress
 from compiler_service.backends.tensorrt.host import without_gpu
@@ -35,12 +38,14 @@ def build_engine(
     toolchain: dict[str, str],
     directory: Path,
     progress: Progress,
+    constants: Mapping[str, Tensor] | None = None,
     *,
     allow_copying: bool = False,
 ) -> BuiltEngine:
     """Build `program`, whose writes `report` proves, for the compute capabilities of `target` into the empty `directory`.
 
-    Needs shapes only: no weight is read. WriteNotProven and UnsupportedModel as `build_network`; BuildFailed when TensorRT fails
+    Needs shapes only: weights are bound when the engine is loaded, unless `constants` (the model's tensors by checkpoint name, on
+    the host) puts them into the plan. WriteNotProven and UnsupportedModel as `build_network`; BuildFailed when TensorRT fails
     or when a cache whose write is proven would not be written in place.
     """
     with without_gpu():
@@ -50,7 +55,7 @@ def build_engine(
         from compiler_service.backends.tensorrt.plan import Builder
 
         builder = Builder()
-        network = build_network(builder.network, program, report, allow_copying=allow_copying)
+        network = build_network(builder.network, program, report, constants, allow_copying=allow_copying)
         copied = f", {len(network.copied)} copied: {', '.join(network.copied)}" if network.copied else ""
         progress(0.1, f"{builder.network.num_layers} layers, {len(network.aliases)} aliased caches{copied}")
         check_aliases(network.aliases, cache_bindings(program.cache).difference(network.copied))

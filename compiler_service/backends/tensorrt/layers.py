@@ -8,12 +8,20 @@ from typing import Any
 
 import numpy as np
 import tensorrt as trt
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from shared.errors import BuildFailed
 
 ITensor = Any
 """The bindings are untyped."""
+DTYPES = {
+    torch.float32: trt.float32,
+    torch.float16: trt.float16,
+    torch.bfloat16: trt.bfloat16,
+    torch.int32: trt.int32,
+}
 
 
 @dataclass(slots=True)
@@ -21,7 +29,7 @@ class Layers:
     """Adds layers to `network` under names that begin with `prefix`. `kept` holds constants until the network is built."""
 
     network: Any
-    kept: list[NDArray[Any]]
+    kept: list[Any]
     prefix: str = ""
     _count: int = 0
 
@@ -31,6 +39,13 @@ class Layers:
         out = self.output(self.network.add_constant(array.shape, trt.Weights(array)), "constant")
         self.kept.append(array)  # the builder reads the values when it builds, not here
         return out if dtype is None or out.dtype == dtype else self.cast(out, dtype)
+
+    def weight(self, tensor: Tensor) -> ITensor:
+        """A constant of any element type TensorRT has; `tensor` lies on the host."""
+        held = tensor.contiguous()
+        values = trt.Weights(DTYPES[held.dtype], held.data_ptr(), held.numel())
+        self.kept.append(held)
+        return self.output(self.network.add_constant(tuple(held.shape), values), "weight")
 
     def elementwise(self, operation: str, left: ITensor, right: ITensor) -> ITensor:
         layer = self.network.add_elementwise(left, right, getattr(trt.ElementWiseOperation, operation))

@@ -3,7 +3,7 @@
 Torch-TensorRT's registry converts the ordinary ops, node by node; nothing is partitioned, so a network exists only if every node
 has a converter. The writes and the attention are ours: a proven write becomes a KVCacheUpdate layer from the row's start, whose
 output the engine aliases to the cache; `quire::attend` becomes attention over it (attention.py). Weights are inputs of the
-network, so that a build needs none and engines share one copy of them.
+network, so that a build needs none and engines share one copy of them, or constants of it where the caller asks for that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorrt as trt
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from torch_tensorrt.dynamo._settings import CompilationSettings
 from torch_tensorrt.dynamo.conversion._ConversionContext import ConversionContext
@@ -24,7 +24,7 @@ from torch_tensorrt.dynamo.conversion.converter_utils import get_node_name
 from compiler_service.backends.tensorrt.attention import Masks, attend, masked_attention
 from compiler_service.backends.tensorrt.converters import OWN, with_its_end
 from compiler_service.backends.tensorrt.copies import COPIED_WRITES, copy_and_write
-from compiler_service.backends.tensorrt.layers import ITensor, Layers
+from compiler_service.backends.tensorrt.layers import DTYPES, ITensor, Layers
 from compiler_service.backends.tensorrt.pages import gather_pages, write_packed
 from compiler_service.export.program import DecoderProgram
 from compiler_service.proof.algebra import ONE
@@ -44,14 +44,6 @@ from shared.bindings import (
 )
 from shared.errors import UnsupportedModel, WriteNotProven
 
-_DTYPES = {
-    torch.float32: trt.float32,
-    torch.float16: trt.float16,
-    torch.bfloat16: trt.bfloat16,
-    torch.int32: trt.int32,
-}
-
-
 Shape = tuple[int | None, ...]
 
 
@@ -67,24 +59,40 @@ class Network:
     kept: list[Any] = field(default_factory=list)
 
 
-def build_network(definition: Any, program: DecoderProgram, report: ProofReport, *, allow_copying: bool = False) -> Network:
-    """Fill `definition` (a fresh trt.INetworkDefinition) with `program`, whose writes `report` proves.
+def build_network(
+    definition: Any,
+    program: DecoderProgram,
+    report: ProofReport,
+    constants: Mapping[str, Tensor] | None = None,
+    *,
+    allow_copying: bool = False,
+) -> Network:
+    """Fill `definition` (a fresh trt.INetworkDefinition) with `program`, whose writes `report` proves. With `constants`, the
+    model's tensors by checkpoint name, weights are constants of it instead of inputs.
 
     WriteNotProven, naming the node, for a write without a proof, unless `allow_copying` takes it on a copy; UnsupportedModel for
     an op that no converter takes.
     """
     network = Network(definition)
-    _Converter(program, report, network, allow_copying=allow_copying).run()
+    _Converter(program, report, network, constants, allow_copying=allow_copying).run()
     return network
 
 
 class _Converter(fx.Interpreter):
     """Runs the program's graph on the network's tensors."""
 
-    def __init__(self, program: DecoderProgram, report: ProofReport, network: Network, *, allow_copying: bool) -> None:
+    def __init__(
+        self,
+        program: DecoderProgram,
+        report: ProofReport,
+        network: Network,
+        constants: Mapping[str, Tensor] | None,
+        *,
+        allow_copying: bool,
+    ) -> None:
         exported = program.program
         super().__init__(fx.GraphModule(torch.nn.Module(), exported.graph), garbage_collect_values=False)
-        self._program, self._network = program, network
+        self._program, self._network, self._constants = program, network, constants
         self._copied = {proof.cache for proof in report.caches if not proof.ok} if allow_copying else set()
         self._specs: Mapping[str, InputSpec] = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
         self._writes: dict[str, WriteProof] = {proof.after.node: proof.after for proof in report.caches if proof.ok}
@@ -114,7 +122,7 @@ class _Converter(fx.Interpreter):
             return self._input(name, Role.CACHE if "_cache." in name else Role.INPUT, value.dtype, _shape(value))
         assert spec.target is not None
         if spec.kind is InputKind.PARAMETER:
-            return self._input(self._program.weights[spec.target], Role.WEIGHT, value.dtype, _shape(value))
+            return self._weight(self._program.weights[spec.target], value)
         constants = self._program.constants if spec.kind is InputKind.BUFFER else self._program.program.constants
         return constants[spec.target]
 
@@ -157,11 +165,18 @@ class _Converter(fx.Interpreter):
             else:
                 self._output(LOGITS, Role.OUTPUT, tensor)
 
+    def _weight(self, name: str, value: Tensor) -> ITensor:
+        if self._constants is None:
+            return self._input(name, Role.WEIGHT, value.dtype, _shape(value))
+        if name not in self._inputs:
+            self._inputs[name] = Layers(self._network.definition, self._network.kept, name).weight(self._constants[name])
+        return self._inputs[name]
+
     def _input(self, name: str, role: Role, dtype: torch.dtype, shape: Shape) -> ITensor:
         """Tied weights are one input."""
         if name not in self._inputs:
             dims = tuple(-1 if size is None else size for size in shape)
-            self._inputs[name] = self._network.definition.add_input(name, _DTYPES[dtype], dims)
+            self._inputs[name] = self._network.definition.add_input(name, DTYPES[dtype], dims)
             self._network.bindings.append(BindingSpec(name, role, str(dtype).removeprefix("torch."), shape))
         return self._inputs[name]
 
@@ -177,7 +192,7 @@ class _Converter(fx.Interpreter):
     def _output(self, name: str, role: Role, tensor: ITensor) -> None:
         tensor.name = name
         self._network.definition.mark_output(tensor)
-        dtype = next(str(known) for known, dtype in _DTYPES.items() if dtype == tensor.dtype).removeprefix("torch.")
+        dtype = next(str(known) for known, dtype in DTYPES.items() if dtype == tensor.dtype).removeprefix("torch.")
         shape = tuple(None if size < 0 else size for size in tensor.shape)
         self._network.bindings.append(BindingSpec(name, role, dtype, shape))
 
@@ -251,5 +266,5 @@ class _Converter(fx.Interpreter):
         return None
 
 
-def _shape(value: torch.Tensor) -> Shape:
+def _shape(value: Tensor) -> Shape:
     return tuple(size if isinstance(size, int) else None for size in value.shape)

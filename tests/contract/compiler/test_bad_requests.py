@@ -33,6 +33,7 @@ async def nothing_happened(client):
         ({"layout": common_pb2.KV_LAYOUT_LINEAR}, "page_size"),
         ({"targets": ["cpu", "sm90"]}, "targets"),
         ({"allow_copying": True}, "allow_copying"),
+        ({"constant_weights": True}, "constant_weights"),
         ({"source": ""}, "source"),
         ({"profiles": []}, "profiles"),
         ({"profiles": [DECODE]}, "profiles"),

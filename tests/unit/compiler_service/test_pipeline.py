@@ -42,6 +42,7 @@ class Bench:
             profiles=profile_set(("decode=4x1", "prefill=3x16")),
             targets=("cpu",),
             allow_copying=False,
+            constant_weights=False,
         )
         return dataclasses.replace(spec, **changes)
 

@@ -71,8 +71,8 @@ def change_an_operator(graph):
 
 
 def test_the_same_inputs_give_the_same_key(program):
-    assert engine_key(model(), program, "inductor", TARGET, TOOLCHAIN) == engine_key(
-        model(), copy.deepcopy(program), "inductor", TARGET, TOOLCHAIN
+    assert engine_key(model(), program, "inductor", TARGET, TOOLCHAIN, {}) == engine_key(
+        model(), copy.deepcopy(program), "inductor", TARGET, TOOLCHAIN, {}
     )
 
 
@@ -94,24 +94,31 @@ def test_the_same_inputs_give_the_same_key(program):
 )
 def test_each_part_changes_the_key_and_is_named(program, component, change):
     """BR-140: a key without edges, constants, weights or profile order serves a wrong engine."""
-    base = engine_key(model(), program, "inductor", TARGET, TOOLCHAIN)
-    other = engine_key(*change(model(), program), "inductor", TARGET, TOOLCHAIN)
+    base = engine_key(model(), program, "inductor", TARGET, TOOLCHAIN, {})
+    other = engine_key(*change(model(), program), "inductor", TARGET, TOOLCHAIN, {})
     assert other.artifact_id != base.artifact_id
     assert explain_difference(base.components, other.components) == [component]
 
 
+def test_options_of_the_backend_count(program):
+    keys = [engine_key(model(), program, "tensorrt_rtx", TARGET, TOOLCHAIN, {"constant_weights": own}) for own in (False, True)]
+    assert explain_difference(*(key.components for key in keys)) == ["options"]
+
+
 @pytest.mark.parametrize("component", ["target", "toolchain"])
 def test_where_and_with_what_it_is_built_counts(program, component):
-    base = engine_key(model(), program, "inductor", TARGET, TOOLCHAIN)
+    base = engine_key(model(), program, "inductor", TARGET, TOOLCHAIN, {})
     target = Target("cpu", ("avx2", "avx512f"), ()) if component == "target" else TARGET
     toolchain = TOOLCHAIN | {"cpp": "g++ 13"} if component == "toolchain" else TOOLCHAIN
-    other = engine_key(model(), program, "inductor", target, toolchain)
+    other = engine_key(model(), program, "inductor", target, toolchain, {})
     assert explain_difference(base.components, other.components) == [component]
 
 
 def test_toolchain_order_does_not_count(program):
     swapped = dict(reversed(TOOLCHAIN.items()))
-    assert engine_key(model(), program, "inductor", TARGET, swapped) == engine_key(model(), program, "inductor", TARGET, TOOLCHAIN)
+    assert engine_key(model(), program, "inductor", TARGET, swapped, {}) == engine_key(
+        model(), program, "inductor", TARGET, TOOLCHAIN, {}
+    )
 
 
 def test_names_of_sizes_do_not_count(program):
@@ -161,7 +168,7 @@ def test_the_manifest_lists_every_file_and_reads_back(program, tmp_path):
     (tmp_path / "package" / "deep" / "x.so").write_bytes(b"code")
     (tmp_path / "constants.safetensors").write_bytes(b"c")
     built = BuiltEngine(tmp_path, TARGET, TOOLCHAIN, (), (), {"m.w": "w"})
-    key = engine_key(model(), program, "inductor", TARGET, TOOLCHAIN)
+    key = engine_key(model(), program, "inductor", TARGET, TOOLCHAIN, {})
     manifest = engine_manifest(key, model(), program, "inductor", built, (certificate("k_cache.0"),))
     assert [entry.path for entry in manifest.files] == ["constants.safetensors", "package/deep/x.so"]
     assert manifest.files[1].size == 4

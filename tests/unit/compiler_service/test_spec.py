@@ -19,6 +19,7 @@ SPEC = CompileSpec(
     profiles=profile_set(("decode=8x1", "prefill=1x128")),
     targets=("cpu",),
     allow_copying=False,
+    constant_weights=False,
 )
 CHANGES = {
     "source": "/models/n",
@@ -67,6 +68,7 @@ def test_every_field_changes_the_digest(field):
         ("targets", ("gpu",)),
         ("targets", ("cpu", "sm90")),
         ("allow_copying", True),
+        ("constant_weights", True),
     ],
 )
 def test_a_bad_field_is_refused_by_name(field, value):
@@ -92,6 +94,12 @@ def test_what_tensorrt_does_not_build_is_refused_by_name(field, changes):
     with pytest.raises(FieldOutOfRange) as refused:
         dataclasses.replace(TENSORRT, **changes)
     assert refused.value.field == field
+
+
+def test_where_tensorrt_keeps_its_weights_is_part_of_the_spec():
+    own = dataclasses.replace(TENSORRT, constant_weights=True)
+    assert decode_spec(encode_spec(own)) == own
+    assert own.digest != TENSORRT.digest
 
 
 def test_a_linear_page_is_the_whole_row():

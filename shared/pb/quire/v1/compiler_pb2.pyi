@@ -116,6 +116,7 @@ class CompileSpec(_message.Message):
     PROFILES_FIELD_NUMBER: _builtins.int
     TARGETS_FIELD_NUMBER: _builtins.int
     ALLOW_COPYING_FIELD_NUMBER: _builtins.int
+    CONSTANT_WEIGHTS_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """Path on the compiler's host: a Hugging Face directory, a .gguf file or an exported .pt2 program."""
     backend: _common_pb2.Backend.ValueType
@@ -127,6 +128,10 @@ class CompileSpec(_message.Message):
     """Tokens a page; paged layout only."""
     allow_copying: _builtins.bool
     """Accept unproven writes by a copying fallback (right and slow) where the backend has one."""
+    constant_weights: _builtins.bool
+    """Hold the weights in the engine as constants, where the backend can: its products are faster, its file is as large as the
+    weights, and no other engine shares them. Otherwise engines of a model share one copy.
+    """
     @_builtins.property
     def profiles(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.OptimizationProfile]:
         """Ordered; must hold `decode` and `prefill`."""
@@ -147,10 +152,11 @@ class CompileSpec(_message.Message):
         profiles: _abc.Iterable[_common_pb2.OptimizationProfile] | None = ...,
         targets: _abc.Iterable[_builtins.str] | None = ...,
         allow_copying: _builtins.bool = ...,
+        constant_weights: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_copying", b"allow_copying", "backend", b"backend", "dtype", b"dtype", "layout", b"layout", "max_len", b"max_len", "page_size", b"page_size", "profiles", b"profiles", "source", b"source", "targets", b"targets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_copying", b"allow_copying", "backend", b"backend", "constant_weights", b"constant_weights", "dtype", b"dtype", "layout", b"layout", "max_len", b"max_len", "page_size", b"page_size", "profiles", b"profiles", "source", b"source", "targets", b"targets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from runtime_service.engine import loader as loader_module
 from runtime_service.engine.loader import EngineLoader, check_host, check_package
@@ -19,6 +20,7 @@ from shared.inductor.files import PACKAGE_DIRECTORY
 from shared.inductor.package import Package
 from shared.kv_spec import Layout
 from shared.manifest import EngineManifest, Target, decode_engine_manifest, encode_manifest
+from shared.tensorrt.files import PLAN_FILE
 from tests.support.engines import TinyEngine, tiny_engine
 
 
@@ -176,3 +178,35 @@ def test_older_releases_of_torch_open_a_package_all_the_same(tiny: TinyEngine, m
 def test_a_directory_without_a_package_is_corrupt(tmp_path: Path) -> None:
     with pytest.raises(ArtifactCorrupt, match="AOTInductor package"):
         Package(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "constants", [{}, {"model.embed_tokens.weight": "model.embed_tokens.weight"}], ids=["in the plan", "shared"]
+)
+def test_a_plan_that_holds_its_weights_is_bound_to_none(
+    tiny: TinyEngine, manifest: EngineManifest, constants: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's file is not even read for it: its weights would lie on the GPU twice."""
+    bound: list[set[str]] = []
+    loaded: list[str] = []
+
+    def load_plan(manifest: EngineManifest, plan: Path, weights: Mapping[str, torch.Tensor]) -> object:
+        bound.append(set(weights))
+        return object()
+
+    def on_device(file: Path, device: str) -> dict[str, torch.Tensor]:
+        loaded.append(device)
+        return load_file(file)
+
+    monkeypatch.setattr(loader_module.library, "check_host", lambda _: None)
+    monkeypatch.setattr(loader_module, "load_plan", load_plan)
+    monkeypatch.setattr(loader_module, "find_plan_faults", lambda *_: [])
+    monkeypatch.setattr("runtime_service.engine.weights.require_room", lambda _: None)
+    monkeypatch.setattr("runtime_service.engine.weights.load_file", on_device)
+    handle = tiny.store.open(tiny.engine_id)
+    stored = type(handle).path
+    monkeypatch.setattr(type(handle), "path", lambda self, name: Path(name) if name == PLAN_FILE else stored(self, name))
+    handle.manifest_bytes = encode_manifest(replace(manifest, backend="tensorrt_rtx", constants=constants))
+    EngineLoader().load(handle, tiny.store.open(tiny.model_id))
+    assert bound == [set(constants)]
+    assert loaded == ["cuda"] * len(constants)

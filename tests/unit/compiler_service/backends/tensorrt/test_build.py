@@ -34,7 +34,7 @@ def build(directory: Path, *names: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return build(tmp_path_factory.mktemp("plans"), "llama", "llama_paged", "strided")
+    return build(tmp_path_factory.mktemp("plans"), "llama", "llama_paged", "llama_constant", "strided")
 
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 16
@@ -84,6 +84,16 @@ def test_weights_are_inputs_and_tied_ones_are_one(built: dict[str, Any]) -> None
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
     assert len(names) == len(set(names)) == 9 * LAYERS + 2
+
+
+def test_a_plan_may_hold_its_weights(built: dict[str, Any]) -> None:
+    """The same engine but for its weights, which are no inputs and nothing for a runtime to bind."""
+    shared, own = built["llama"], built["llama_constant"]
+    assert own["bindings"] == [binding for binding in shared["bindings"] if binding["role"] != "weight"]
+    assert own["aliases"] == shared["aliases"]
+    assert own["constants"] == {}
+    assert own["missing"] == []
+    assert len(own["missing_elsewhere"]) == own["count"] == 9 * LAYERS + 2
 
 
 def test_an_unproven_write_never_reaches_the_engine(built: dict[str, Any]) -> None:
