@@ -43,7 +43,7 @@ class Vocabulary:
         self._special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         ids = tokenizer.get_vocab(with_added_tokens=True).values()
         self.size = max(ids, default=-1) + 1
-        kinds = _decoder_kinds(tokenizer)
+        kinds = {step["type"] for step in _decoder_steps(tokenizer)}
         self._byte_of_character = _byte_of_character() if "ByteLevel" in kinds else None
         self._has_byte_tokens = "ByteFallback" in kinds
         self._pieces: dict[tuple[int, bool], bytes | None] = {}
@@ -87,19 +87,37 @@ class Vocabulary:
         raise UnsupportedModel("a tokenizer needs at least one token with visible text; this one has none")
 
 
-def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
-    """The decoder's building blocks by name; UnsupportedModel unless they amount to one of the three families."""
+def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """What the decoder does, step by step; UnsupportedModel unless it amounts to one of the three families."""
     if tokenizer.decoder is None:
-        return set()
-    steps = list(_flatten(json.loads(tokenizer.decoder.__getstate__())))
+        return []
+    steps = [step for step in _flatten(json.loads(tokenizer.decoder.__getstate__())) if step["type"] != "Fuse"]
     kinds = {str(step["type"]) for step in steps}
+    if "ByteLevel" in kinds and kinds <= _TEXT_DECODERS | {"ByteLevel"}:
+        # Llama 3 in a GGUF file comes with the steps of Llama 2 before its own.
+        steps = [step for step in steps if step["type"] == "ByteLevel" or _changes_any(step, tokenizer)]
+        kinds = {str(step["type"]) for step in steps}
     trims_end = any(step["type"] == "Strip" and step["stop"] > 0 for step in steps)
-    if trims_end or (kinds - {"Fuse"} != {"ByteLevel"} and not kinds <= _TEXT_DECODERS):
+    if trims_end or (kinds != {"ByteLevel"} and not kinds <= _TEXT_DECODERS):
         raise UnsupportedModel(
             f"a tokenizer's decoder must be ByteLevel, or made of {', '.join(sorted(_TEXT_DECODERS))} without trimming the end, "
             f"to be streamed; got {', '.join(sorted(kinds))}"
         )
-    return kinds
+    return steps
+
+
+def _changes_any(step: dict[str, Any], tokenizer: Tokenizer) -> bool:
+    """Whether a decoder's step that looks at each token makes another text of any; True where that cannot be told. Special tokens
+    have no text."""
+    special = {added.content for added in tokenizer.get_added_tokens_decoder().values() if added.special}
+    tokens = tokenizer.get_vocab(with_added_tokens=True).keys() - special
+    match step:
+        case {"type": "ByteFallback"}:
+            return any(map(_BYTE_TOKEN.fullmatch, tokens))
+        case {"type": "Replace", "pattern": {"String": pattern}}:
+            return any(pattern in token for token in tokens)
+        case _:
+            return True
 
 
 def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:

@@ -78,20 +78,37 @@ def _copies(run: Run, make: Make, cache: KVCacheSpec, shape: OptimizationProfile
 
 
 def _inconsistency(run: Run, make: Make, cache: KVCacheSpec, profiles: ProfileSet) -> Iterator[str]:
-    """Tokens fed at once and the same tokens fed in the smallest pieces, on other pages, must end in the same logits."""
+    """Tokens fed at once and the same tokens fed in the smallest pieces, on other pages, must end in the same logits.
+
+    Their history is the engine's own work: behind noise, rounding in bfloat16 alone can turn a real model's logits around.
+    """
     prefill, decode = profiles[Phase.PREFILL], profiles[Phase.DECODE]
     piece = decode.query_len.min
     batch = max(prefill.batch.min, decode.batch.min)
     tokens = max(prefill.query_len.min, min(_TOKENS, prefill.query_len.max, cache.max_len)) // piece * piece
     if not (prefill.admits(batch, tokens) and decode.admits(batch, piece)):
         return
-    whole = make(batch=batch, query_len=tokens, start=_start(cache, tokens))
+    start = _start(cache, tokens)
+    text = make(batch=batch, query_len=start + tokens, start=0)
+    for part in _parts(start, prefill, piece):
+        run(text.chunk(part).inputs)
+    whole = text.chunk(slice(start, start + tokens))
     pieces = _elsewhere(cache, whole)
     wanted = run(whole.inputs)
     for begin in range(0, tokens, piece):
         got = run(pieces.chunk(slice(begin, begin + piece)).inputs)
     if difference := logits_differ(got, wanted, whole.pools[0].dtype):
         yield f"{tokens} tokens fed at once and one by one disagree: {difference}"
+
+
+def _parts(length: int, prefill: OptimizationProfile, piece: int) -> Iterator[slice]:
+    """`length` tokens as prefills; what is too short for one in pieces of a decode step."""
+    begin = 0
+    while begin < length:
+        left = min(length - begin, prefill.query_len.max)
+        size = left if left >= prefill.query_len.min else min(left, piece)
+        yield slice(begin, begin + size)
+        begin += size
 
 
 def _start(cache: KVCacheSpec, query_len: int) -> int:

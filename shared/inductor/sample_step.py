@@ -85,6 +85,14 @@ def gather_rows(cache: KVCacheSpec, pool: Tensor, block_table: Tensor, length: i
     return rows[0], rows[1]
 
 
+def scatter_rows(cache: KVCacheSpec, pool: Tensor, block_table: Tensor, keys: Tensor, values: Tensor) -> None:
+    """The first entries of every row, of `keys` and `values` `[batch, kv_heads, length, head_dim]`, into the pool's cells."""
+    ordinals = torch.arange(keys.shape[2], device=pool.device)
+    page_BT, cell_T = block_table.long()[:, ordinals // cache.page_size], ordinals % cache.page_size
+    pages = pool.movedim(cache.layout.page_dim, 0)
+    pages[page_BT, :, :, cell_T] = torch.stack([keys, values], dim=1).movedim(3, 1)
+
+
 def written_cells(cache: KVCacheSpec, step: SampleStep, pool: Tensor) -> Tensor:
     """Bool mask of `pool`'s shape: the cells the step may change."""
     mask = torch.zeros(pool.shape, dtype=torch.bool, device=pool.device)

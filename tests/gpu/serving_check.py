@@ -88,7 +88,7 @@ class Check:
 def serve(source: Path, data: Path) -> dict[str, Any]:
     """Rows of the table: check -> [got, wanted], or a traceback."""
     rows: dict[str, Any] = {}
-    quire = start_quire(data)
+    quire = start_quire(data, {"QUIRE_COMPILER_MODEL_ROOTS": str(source.resolve().parent)})
     try:
         options = {"page_size": 32, "profiles": PROFILES, "targets": (compute_capability(),)}
         artifact = quire.artifact(quire.compile(source, **options).artifact_id)

@@ -13,12 +13,18 @@ from tests.support.tokenizers import byte_fallback_tokenizer, byte_level_tokeniz
 BYTE_LEVEL = byte_level_tokenizer()
 FALLBACK = byte_fallback_tokenizer()
 GEMMA_LIKE = byte_fallback_tokenizer(strips_first_space=False)
-FAMILIES = {"byte level": BYTE_LEVEL, "byte fallback": FALLBACK, "gemma": GEMMA_LIKE}
+LLAMA_2_THEN_3 = decoders.Sequence(
+    [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " "), decoders.ByteLevel(add_prefix_space=False)]
+)
+"""Of a Llama 3 type tokenizer in a GGUF file, as transformers reads it."""
+GGUF = byte_level_tokenizer()
+GGUF.decoder = LLAMA_2_THEN_3
+FAMILIES = {"byte level": BYTE_LEVEL, "byte fallback": FALLBACK, "gemma": GEMMA_LIKE, "llama 3 in gguf": GGUF}
 
 
 def byte_ids(tokenizer, text):
     """One token a byte of `text`."""
-    if tokenizer is BYTE_LEVEL:
+    if tokenizer in (BYTE_LEVEL, GGUF):
         spelled = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
         return [tokenizer.token_to_id(character) for word, _ in spelled for character in word]
     return [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
@@ -105,6 +111,7 @@ def test_ids_outside_the_vocabulary_are_internal_errors(token_id):
         decoders.BPEDecoder(),
         decoders.Sequence([decoders.ByteFallback(), decoders.Strip(" ", 0, 1)]),
         decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]),
+        decoders.Sequence([decoders.Replace("fo", " "), decoders.ByteLevel()]),
     ],
     ids=lambda decoder: type(decoder).__name__,
 )

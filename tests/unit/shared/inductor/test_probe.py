@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shared.inductor.probe import find_faults
-from shared.inductor.sample_step import gather_rows, sample_step, written_cells
+from shared.inductor.sample_step import gather_rows, sample_step, scatter_rows, written_cells
 from shared.kernels.attention.ops import load_ops
 from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout
 from shared.profiles import ProfileSet, parse_profile
@@ -162,3 +162,17 @@ def test_sample_steps_describe_their_own_cells(layout: Layout) -> None:
     expected = torch.tensor([False, False, True, True, True, False])[:, None]
     assert torch.equal(k, expected.expand(2, KV_HEADS, 6, DIM))
     assert torch.equal(v, k)
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_scattered_rows_are_gathered_again_and_nothing_else_changes(layout: Layout) -> None:
+    cache = spec(layout)
+    step = sample_step(cache, VOCAB, batch=2, query_len=6, start=0, num_pages=9)
+    pool, before = step.pools[0], step.pools[0].clone()
+    keys, values = torch.randn(2, 2, KV_HEADS, 5, DIM)
+    scatter_rows(cache, pool, step.block_table, keys, values)
+    got_keys, got_values = gather_rows(cache, pool, step.block_table, 5)
+    assert torch.equal(got_keys, keys)
+    assert torch.equal(got_values, values)
+    cells = written_cells(cache, step.chunk(slice(0, 5)), pool)
+    assert torch.equal(pool[~cells], before[~cells])
