@@ -40,6 +40,8 @@ from shared.telemetry.trace import Tracer, open_tracer, untraced
 
 SERVICES = ("quire.v1.Inference", "quire.v1.Control")
 TOKENISING_THREADS = 2
+LOADING_THREADS = 32
+"""So many calls may load and unload engines, or wait for a load or unload of the same name, before others wait for one of them."""
 LAST_WORDS_S = 5.0
 """After the drain streams get so long to hand over their last events."""
 
@@ -50,7 +52,7 @@ class Runtime:
     def __init__(self, settings: RuntimeSettings, store: ArtifactStore, loader: Loader, tracer: Tracer = untraced) -> None:
         self._settings = settings
         self._tokenising = ThreadPoolExecutor(TOKENISING_THREADS, thread_name_prefix="tokenise")
-        self._loading = ThreadPoolExecutor(1, thread_name_prefix="load")
+        self._loading = ThreadPoolExecutor(LOADING_THREADS, thread_name_prefix="load")
         self.loop = ServingLoop(settings.max_waiting_requests)
         self.engines = Engines(store, loader, self.loop, settings, self._tokenising)
         metrics = ServiceMetrics("runtime")
@@ -85,12 +87,12 @@ class Runtime:
         """Drain and stop."""
         await self.server.begin_shutdown()
         self.engines.stop()
-        await asyncio.wait([self._starting])
         self._health.cancel()
         with contextlib.suppress(QuireError):  # a loop that has died has nothing left to drain
             report = await asyncio.to_thread(self.loop.drain, self._settings.drain_s)
             structlog.get_logger(__name__).info("drained", finished=report.finished, aborted=report.aborted)
         await self.server.stop(LAST_WORDS_S)
+        await asyncio.wait([self._starting])  # after the drain: what is being loaded may take long, and serves nobody any more
         await asyncio.to_thread(self.loop.stop)
         if self.metrics is not None:  # last: a drain is worth watching
             await asyncio.to_thread(self.metrics.stop)

@@ -1,5 +1,5 @@
-"""quire.v1.Control: engines, load, lifecycle. What blocks runs on a thread: engines come and go one at a time on one of their own,
-so that however many calls wait for their turn, none keeps a drain or a question waiting."""
+"""quire.v1.Control: engines, load, lifecycle. What blocks runs on a thread: engines come and go on threads of their own, so that
+however many calls wait for their turn, none keeps a drain or a question waiting."""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Executor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -68,7 +69,9 @@ class Loader(Protocol):
 
 
 class Engines:
-    """Loads and unloads, one at a time, on the caller's thread: both block. Readings may be taken from any thread."""
+    """Loads and unloads on the caller's thread: both block. Those of one name take turns, those of others do not wait for them.
+    Readings may be taken from any thread.
+    """
 
     def __init__(
         self, store: ArtifactStore, loader: Loader, loop: ServingLoop, settings: RuntimeSettings, tokenising: Executor
@@ -79,6 +82,11 @@ class Engines:
         self._settings = settings
         self._tokenising = tokenising
         self._lock = threading.Lock()
+        self._turn_ended = threading.Condition(self._lock)
+        self._changing: set[str] = set()
+        """Names that a load or an unload is at work on."""
+        self._room = threading.Lock()
+        """Held from asking how much memory is left to taking it."""
         self._loaded: dict[str, LoadedEngine] = {}
         self._roster = Roster(settings.roster_file)
         self._pending = {entry.request.name: entry for entry in self._roster.read()}
@@ -127,12 +135,10 @@ class Engines:
         InUse for a name that serves another artifact; ArtifactNotFound, ArtifactCorrupt, EngineIncompatible, MemoryExhausted,
         FieldOutOfRange: nothing is loaded then.
         """
-        with self._lock:
+        with self._turn(request.name):
             present = self._loaded.get(request.name)
             if present is None:
-                loaded = self._load(request)
-                self._remember()
-                return loaded
+                return self._load(request)
             if present.manifest.artifact_id != request.artifact_id:
                 raise InUse(
                     f"{request.name} serves artifact {present.manifest.artifact_id}; unload it first, or load "
@@ -142,12 +148,26 @@ class Engines:
 
     def unload(self, name: str, grace_s: float) -> None:
         """Serve no more, wait `grace_s` for its requests, end the rest as retryable, free its memory. ModelNotFound."""
-        with self._lock:
+        with self._turn(name):
             if name not in self._loaded:
                 raise self._unknown(name)
             self._loop.remove_engine(name, grace_s)
-            del self._loaded[name]
-            self._remember()
+            with self._lock:
+                del self._loaded[name]
+                self._remember()
+
+    @contextmanager
+    def _turn(self, name: str) -> Iterator[None]:
+        """Nobody else loads or unloads `name` meanwhile."""
+        with self._lock:
+            self._turn_ended.wait_for(lambda: name not in self._changing)
+            self._changing.add(name)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._changing.discard(name)
+                self._turn_ended.notify_all()
 
     def _load_at_start(self, request: LoadRequest) -> None:
         while not self._stopping.is_set():
@@ -202,15 +222,18 @@ class Engines:
             manifest = engine.manifest
             if request.compaction is not None:
                 _check_default(request.compaction, manifest)
-            num_pages = self._num_pages(request, manifest)
-            if manifest.target.device == "cpu":  # a GPU's allocator refuses by itself
-                check_room(num_pages, manifest.cache, available_bytes())
             limits = PromptLimits(self._settings.max_prompt_bytes, self._settings.max_prompt_tokens)
             prompts = PromptEncoder(tokenizer, limits, self._tokenising)
-            self._loop.add_engine(request.name, engine, tokenizer, num_pages)
+            with self._room:
+                num_pages = self._num_pages(request, manifest)
+                if manifest.target.device == "cpu":  # a GPU's allocator refuses by itself
+                    check_room(num_pages, manifest.cache, available_bytes())
+                self._loop.add_engine(request.name, engine, tokenizer, num_pages)
             undo.pop_all()  # the engine holds both artifacts, and the loop the engine, from here on
         loaded = LoadedEngine(request, manifest, num_pages, prompts, time.monotonic() - started)
-        self._loaded[request.name] = loaded
+        with self._lock:
+            self._loaded[request.name] = loaded
+            self._remember()
         return loaded
 
     def _num_pages(self, request: LoadRequest, manifest: EngineManifest) -> int:

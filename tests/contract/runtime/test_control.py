@@ -136,6 +136,36 @@ async def test_unloads_that_wait_keep_no_drain_waiting(tmp_path):
         await asyncio.gather(*unloads, return_exceptions=True)
 
 
+async def test_engines_come_and_go_while_another_waits_for_its_requests(served):
+    served.gate.close()
+    call = served.inference.Generate(generate(PROMPT, 60))
+    await served.gate.until_held()
+    request = pb.UnloadEngineRequest(name="tiny", grace=Duration(seconds=60))
+    unload = asyncio.ensure_future(served.control.UnloadEngine(request))
+    while not served.runtime.loop._removing:
+        await asyncio.sleep(0.005)
+    again = asyncio.ensure_future(served.load())
+    async with asyncio.timeout(20):
+        await served.load(LINEAR_ID, name="other", num_pages=3)
+    assert not again.done(), "a load of the same name waits for its turn"
+    served.gate.open()
+    assert tokens_of([event async for event in call]) == Oracle().expected_tokens(PROMPT, 60)
+    await unload
+    await again
+    assert [engine.name for engine in await listed(served)] == ["other", "tiny"]
+
+
+async def test_a_slow_load_keeps_no_other_engine_waiting(served):
+    served.loader.allowed.clear()
+    slow = asyncio.ensure_future(served.load(LINEAR_ID, name="slow", num_pages=3))
+    while "slow" not in served.runtime.engines._changing:
+        await asyncio.sleep(0.005)
+    async with asyncio.timeout(20):
+        await served.control.UnloadEngine(pb.UnloadEngineRequest(name="tiny"))
+    served.loader.allowed.set()
+    assert (await slow).name == "slow"
+
+
 async def test_a_tampered_artifact_is_refused(tmp_path):
     async with serve(tmp_path) as served:
         (path,) = (tmp_path / "artifacts").rglob(f"{MODEL_ID}/tokenizer.json")

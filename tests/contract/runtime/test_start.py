@@ -1,7 +1,9 @@
 """What a runtime serves from its start on: the engines of its settings, and those it served when it ended."""
 
 import asyncio
+import contextlib
 import json
+import threading
 
 import grpc
 import pytest
@@ -12,7 +14,7 @@ from runtime_service.service.roster import MAX_ATTEMPTS
 from shared.artifacts.local import LocalStore
 from shared.errors import ArtifactNotFound, StoreUnavailable
 from shared.pb.quire.v1 import control_pb2 as pb
-from shared.pb.quire.v1 import inference_pb2
+from shared.pb.quire.v1 import inference_pb2, inference_pb2_grpc
 from shared.rpc.status import from_rpc_error
 from tests.contract.runtime.conftest import LINEAR_ID, NUM_PAGES, PAGED_ID, Gate, TinyLoader, generate, serve, tokens_of
 from tests.contract.runtime.test_health import NOT_SERVING, SERVING, health, until
@@ -125,6 +127,43 @@ async def test_a_stop_during_the_start_ends_it_and_forgets_nothing(tmp_path, mon
             await asyncio.sleep(0)
     after = json.loads((tmp_path / "runtime-engines.json").read_bytes())
     assert sorted(map(json.dumps, after)) == sorted(map(json.dumps, before))
+
+
+class SlowLoader(TinyLoader):
+    """Takes until `done` over the linear engine."""
+
+    def __init__(self, gate):
+        super().__init__(gate)
+        self.done = threading.Event()
+
+    def load(self, engine, model):
+        if engine.artifact_id == LINEAR_ID:
+            assert self.done.wait(60), "the load was waited for"
+        return super().load(engine, model)
+
+
+async def test_a_load_that_takes_long_keeps_no_drain_waiting(tmp_path):
+    """SIGTERM while an engine is being brought back: streams of another end as retryable, not with the process."""
+    gate = Gate()
+    loader = SlowLoader(gate)
+    async with contextlib.AsyncExitStack() as outlives:
+        async with serve(tmp_path, loader=loader, engines=(CHAT | {"artifact_id": LINEAR_ID},)) as served:
+            await served.load()
+            channel = await outlives.enter_async_context(grpc.aio.insecure_channel(served.runtime.address))
+            gate.close()
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(generate(PROMPT, 60))
+            await gate.until_held()
+
+            async def end():
+                while not served.runtime.loop.load().draining:
+                    await asyncio.sleep(0.005)
+                gate.open()
+                last = [event async for event in call][-1]
+                loader.done.set()
+                return last.error.reason
+
+            ended = asyncio.create_task(end())
+        assert await ended == "DRAINING"
 
 
 class DeadlyLoader(TinyLoader):
