@@ -43,6 +43,11 @@ class RuntimeSettings(ServiceSettings):
     """Liveness fails when work is pending and no step has ended for so long."""
 
     @property
+    def longest_call_s(self) -> float:
+        """A request's, and its last words to a slow reader."""
+        return self.max_run_s + self.stall_after_s
+
+    @property
     def roster_file(self) -> Path:
         """The engines to bring back (service/roster.py)."""
         return self.data_directory / "runtime-engines.json"

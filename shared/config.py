@@ -48,6 +48,9 @@ class ServiceSettings(BaseSettings):
     allow_plaintext: bool = False
     """Serve without TLS on an address that is not loopback."""
     reflection: bool = False
+    max_connection_age_s: float = Field(default=1800.0, ge=1, le=86400)
+    """A connection older than this takes no new calls: clients connect anew, and to other replicas. Calls under way may last
+    as long as the longest there is; then the connection is closed, also under a client that reads nothing."""
     log_level: str = "info"
     drain_s: float = Field(default=30.0, ge=0)
     """Longest time running calls get after SIGTERM."""
@@ -79,7 +82,20 @@ class ServiceSettings(BaseSettings):
         tls = None
         if self.tls_certificate is not None and self.tls_key is not None:
             tls = TlsFiles(self.tls_certificate, self.tls_key, self.tls_client_ca)
-        return ServerOptions(self.address, self.health_address, tls, self.allow_plaintext, self.reflection)
+        return ServerOptions(
+            self.address,
+            self.health_address,
+            tls,
+            self.allow_plaintext,
+            self.reflection,
+            self.max_connection_age_s,
+            self.longest_call_s,
+        )
+
+    @property
+    def longest_call_s(self) -> float:
+        """No call need last longer: a watch of a job may be resumed."""
+        return 3600.0
 
     def metrics_endpoint(self, registry: CollectorRegistry) -> MetricsEndpoint | None:
         """What serves `registry`, where an address is set. FieldOutOfRange for one that must not be opened."""

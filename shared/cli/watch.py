@@ -82,18 +82,22 @@ class StageBars:
 
 def events_of(stub: compiler_pb2_grpc.CompilerStub, job_id: str, after_sequence: int) -> Iterator[compiler_pb2.JobEvent]:
     """Every event after `after_sequence`. Goes on where it broke off, unless the service or its queue stays away for long."""
-    seen, away_since = 0, None
+    seen, away_since = False, None
     while True:
+        asked_s = time.monotonic()
         call = stub.WatchCompileJob(compiler_pb2.WatchCompileJobRequest(job_id=job_id, after_sequence=after_sequence))
         try:
             for response in call:
-                seen, away_since = seen + 1, None
+                seen, away_since = True, None
                 after_sequence = response.event.sequence
                 yield response.event
             return
         except grpc.RpcError as error:
-            away_since = away_since or time.monotonic()
-            stays_away = not seen or time.monotonic() - away_since > MAX_OUTAGE_S
+            now_s = time.monotonic()
+            if now_s - asked_s > MAX_OUTAGE_S:  # nothing happened for long, and then the connection was too old
+                seen, away_since = True, None
+            away_since = away_since or now_s
+            stays_away = not seen or now_s - away_since > MAX_OUTAGE_S
             if stays_away or not isinstance(from_rpc_error(error), Unavailable):
                 raise
         finally:

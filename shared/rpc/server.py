@@ -42,6 +42,10 @@ class ServerOptions:
     """`address` is host:port; port 0 lets the system choose. Plaintext on anything but loopback needs `allow_plaintext`.
 
     `health_address` serves grpc.health.v1 and nothing else in plaintext, for probes that cannot speak TLS (Kubernetes').
+
+    A connection older than `max_connection_age_s` takes no new calls, so clients come to balance anew; `longest_call_s` later it is
+    closed under the calls that are left. That alone ends a call whose client lives and reads nothing: whatever the server has to
+    say, a status too, waits behind what is not read.
     """
 
     address: str
@@ -49,6 +53,8 @@ class ServerOptions:
     tls: TlsFiles | None = None
     allow_plaintext: bool = False
     reflection: bool = False
+    max_connection_age_s: float = 1800.0
+    longest_call_s: float = 3600.0
 
     def __post_init__(self) -> None:
         check_exposure(self.address, on_purpose=self.tls is not None or self.allow_plaintext, field="address")
@@ -98,6 +104,8 @@ class Server:
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
                 ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.max_connection_age_ms", int(options.max_connection_age_s * 1000)),
+                ("grpc.max_connection_age_grace_ms", int(options.longest_call_s * 1000)),
             ],
         )
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)

@@ -9,10 +9,11 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from shared.pb.quire.v1 import control_pb2
+from shared.pb.quire.v1 import control_pb2, inference_pb2_grpc
 from shared.pb.quire.v1 import inference_pb2 as pb
 from shared.rpc.status import from_rpc_error
 from tests.contract.runtime.conftest import PAGED_ID, finish_of, generate, serve, text_of, tokens_of
+from tests.support.load.clients import COMPACTED, NARROW, rest
 from tests.support.tiny_engine import EOS, Oracle, sink_recent_rounds
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -364,3 +365,20 @@ async def test_end_of_text_is_stop(served):
             assert finish_of(events) == pb.Finished(reason=pb.FINISH_REASON_STOP)
             return
     pytest.fail("no prompt of one token leads to the end of text")
+
+
+async def test_a_client_that_lives_and_never_reads_loses_its_call_with_its_connection(tmp_path):
+    """What it was sent fills the transport, and no status gets past that; the call must not stay for as long as the client does."""
+    ended = asyncio.Event()
+    limits = {"stall_after_s": 0.05, "max_connection_age_s": 1.0, "max_run_s": 1.0}
+    async with serve(tmp_path, word_size=10_000, tracer=lambda *_: ended.set(), **limits) as served:
+        await served.load()
+        async with grpc.aio.insecure_channel(served.runtime.address, NARROW) as channel:
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(generate(PROMPT, 4000, kv=COMPACTED))
+            await call.read()
+            await served.until_ended(1)
+            assert not ended.is_set(), "its end is told once the call has one"
+            async with asyncio.timeout(30):
+                await ended.wait()
+            with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+                [event async for event in rest(call)]

@@ -139,7 +139,7 @@ class Clients:
         events = [await call.read(), await call.read()]
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.hurry.wait(), self.stall_s)
-        events += [event async for event in _rest(call)]
+        events += [event async for event in rest(call)]
         return self._judge(events, PROMPT_TAIL, self.long, compacted=True)
 
     async def errs(self, channel: grpc.aio.Channel) -> str:
@@ -177,10 +177,10 @@ def _stub(channel: grpc.aio.Channel) -> inference_pb2_grpc.InferenceStub:
 
 
 async def _all(channel: grpc.aio.Channel, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
-    return [event async for event in _rest(_stub(channel).Generate(request))]
+    return [event async for event in rest(_stub(channel).Generate(request))]
 
 
-async def _rest(call: grpc.aio.UnaryStreamCall) -> AsyncIterator[pb.GenerateResponse]:
+async def rest(call: grpc.aio.UnaryStreamCall) -> AsyncIterator[pb.GenerateResponse]:
     while (event := await call.read()) is not grpc.aio.EOF:
         yield event
 

@@ -139,7 +139,8 @@ class CompilerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchCompileJob(self, request, context):
-        """Every event after `after_sequence`, without gaps, up to and including the terminal one.
+        """Every event after `after_sequence`, without gaps, up to and including the terminal one. A watch of hours may end UNAVAILABLE with
+        its connection: ask again from the last sequence.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -86,3 +86,10 @@ def test_an_outage_without_end_is_told(monkeypatch):
     with pytest.raises(grpc.RpcError):
         sequences(stub)
     assert 2 < len(stub.asked) < 10
+
+
+def test_a_long_watch_that_ends_with_its_connection_is_no_outage(monkeypatch):
+    """The server closes connections that are old; a build may say nothing for longer than that."""
+    clock = itertools.count(step=watch.MAX_OUTAGE_S * 2)
+    monkeypatch.setattr(watch.time, "monotonic", lambda: 1.0 + next(clock))
+    assert sequences(Stub([AWAY], [AWAY], [AWAY], [5]), 4) == [5]
