@@ -96,13 +96,15 @@ class ServingLoop:
 
     # ---- engines ----
 
-    def add_engine(self, name: str, engine: Engine, tokenizer: Tokenizer, num_pages: int) -> None:
-        """Serve `engine` as `name` from a pool of `num_pages` pages, the dump page included.
+    def add_engine(self, name: str, engine: Engine, tokenizer: Tokenizer, num_pages: int, *, prefix_caching: bool = True) -> None:
+        """Serve `engine` as `name` from a pool of `num_pages` pages, the dump page included; `prefix_caching` as in EngineSession.
 
         InUse if the name is taken, MemoryExhausted if the pool does not fit, EngineIncompatible or UnsupportedModel if the engine
         or its tokenizer cannot be served.
         """
-        session = EngineSession(name, engine, tokenizer, num_pages, clock=self._clock, on_end=self._forget)
+        session = EngineSession(
+            name, engine, tokenizer, num_pages, clock=self._clock, on_end=self._forget, prefix_caching=prefix_caching
+        )
         with self._lock:
             self._check_up()
             if name in self._sessions:

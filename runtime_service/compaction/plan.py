@@ -84,6 +84,10 @@ class CompactionPlan:
         owned[self.kept_len // self.page_size :] = True
         return tuple(np.flatnonzero(owned).tolist())
 
+    def with_sharing(self, is_shared: Callable[[PageId], bool]) -> CompactionPlan:
+        """The plan that copies whichever of its own pages are shared now."""
+        return replace(self, copies=tuple(index for index in self.indices_owned if is_shared(self.pages[index])))
+
     def with_copies(self, copies: Sequence[PageId]) -> CompactionPlan:
         """The plan with `copies[i]` in the place of the i-th shared page that was to be copied."""
         if not copies:
@@ -153,7 +157,7 @@ def plan_round(
         copies=(),
         num_pages_kept=min(len(pages), -(-max(kept_len + tail, reserve) // page_size)),
     )
-    return replace(plan, copies=tuple(index for index in plan.indices_owned if is_shared(pages[index])))
+    return plan.with_sharing(is_shared)
 
 
 def fill_holes(kept: Rows) -> Rows:

@@ -2,7 +2,7 @@
 
     1  decide   what each sequence of the cohort keeps; after a preemption, what it kept the first time
     2  plan     moves and pages, pure, checked against the mover's contract; for a draft's cache, by the same decision
-    3  move     bytes, in place; shared pages that would be written are copied first
+    3  move     bytes, in place; shared pages that would be written are copied first, or no longer offered to requests to come
     4  commit   lengths, table and page release of the whole cohort
 
 Steps 1 to 3 change no mapping. If one raises, every sequence still has the pages and lengths it had; from step 3 on its bytes are
@@ -76,9 +76,10 @@ class Compactor:
             self._executor.prepare(params.mode, self._policies[params.policy].rows, params.budget)
 
     def run(self, cohort: Sequence[KVSequence]) -> bool:
-        """Run one round. False, with nothing changed, when no page is free for a copy of a shared page."""
+        """Run one round. False, with no mapping changed, when no page is free for a copy of what other sequences hold too."""
         started = self._clock()
         plans = self._plan(cohort)
+        plans[0] = self._afford_copies(plans[0])
         with ExitStack() as undo:
             copies = []
             for cache, planned in zip(self._caches, plans, strict=True):
@@ -120,6 +121,14 @@ class Compactor:
             is_shared=self._allocator.is_shared,
         )
 
+    def _afford_copies(self, plans: list[CompactionPlan]) -> list[CompactionPlan]:
+        """Where pages for copies are wanting, what is to be written is withdrawn, and only what other sequences hold is copied."""
+        if sum(len(plan.copies) for plan in plans) <= self._allocator.num_free:
+            return plans
+        for plan in plans:
+            self._allocator.withdraw(plan.pages[index] for index in plan.copies)
+        return [plan.with_sharing(self._allocator.is_shared) for plan in plans]
+
     def _move(self, plans: Sequence[Sequence[CompactionPlan]], copies: Sequence[Sequence[PageId]]) -> list[list[CompactionPlan]]:
         """Copy what is shared, check, launch. Returns the plans on the pages they ran on."""
         try:
@@ -138,7 +147,10 @@ class Compactor:
     def _commit(self, cohort: Sequence[KVSequence], plans: Sequence[Sequence[CompactionPlan]], duration_s: float) -> None:
         for sequence, plan, *draft_plans in zip(cohort, *plans, strict=True):
             was_replaying = sequence.is_replaying
-            pages_freed = self._allocator.release(sequence.compact(plan.order, plan.pages_kept))
+            beyond = set(plan.pages_freed)
+            replaced = [page for page in sequence.compact(plan.order, plan.pages_kept) if page not in beyond]
+            pages_freed = self._allocator.release(plan.pages_freed)
+            self._allocator.release(replaced)  # no gain: each was paid for with its copy
             evidence = evidence_of(plan, self._pool.spec, pages_freed, duration_s)
             self.evidence += evidence
             if not was_replaying:
@@ -159,7 +171,6 @@ def _copy_shared(pool: KVPool, plans: Sequence[CompactionPlan], copies: Sequence
     owned = []
     for plan in plans:
         own = [next(remaining) for _ in plan.copies]
-        for index, page in zip(plan.copies, own, strict=True):
-            pool.copy_page(plan.pages[index], page)
+        pool.copy_pages([(plan.pages[index], page) for index, page in zip(plan.copies, own, strict=True)])
         owned.append(plan.with_copies(own))
     return owned

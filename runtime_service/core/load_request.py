@@ -15,7 +15,8 @@ from shared.ids import check_artifact_id, check_name
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
     """Serve the engine `artifact_id` under `name`. Its pool has `num_pages` pages (one is the dump page), or `kv_bytes` of them, or
-    the server's choice; `compaction` is applied to requests that do not choose. FieldOutOfRange names the field that is off."""
+    the server's choice; `compaction` is applied to requests that do not choose; `prefix_caching` lets requests go on from what
+    earlier ones have computed, where the engine's caches allow it. FieldOutOfRange names the field that is off."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     artifact_id: str
@@ -23,6 +24,7 @@ class LoadRequest:
     num_pages: int | None = None
     kv_bytes: int | None = None
     compaction: CompactionParams | None = None
+    prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         check_artifact_id(self.artifact_id)

@@ -65,6 +65,7 @@ class Sequence:
         self.arrival = arrival
         self.tokens: list[int] = list(request.prompt_ids)
         self.computed = 0
+        self.reused = 0
         self.unseen = 0
         self.entries = EntryMap.empty()
         self.pages: list[PageId] = []
@@ -115,6 +116,16 @@ class Sequence:
         return (-self.request.priority, self.arrival)
 
     @property
+    def has_stepped(self) -> bool:
+        """Whether it has computed anything since it started, beyond what it found computed."""
+        return self.computed > self.reused
+
+    @property
+    def is_compacted(self) -> bool:
+        """Whether a round has run since it started."""
+        return self.replayed > 0
+
+    @property
     def is_replaying(self) -> bool:
         """Rounds that ran before a preemption have yet to run again."""
         return self.replayed < len(self.rounds)
@@ -134,6 +145,17 @@ class Sequence:
 
     def start(self) -> None:
         self._become(Status.RUNNING)
+
+    def resume(self, pages: Ordered[PageId], page_size: int) -> list[PageId]:
+        """Its next tokens have been computed by others and fill `pages`; it has computed none itself.
+
+        Returns the pages it held for these tokens, now the caller's to release.
+        """
+        assert not self.has_stepped, self
+        own = slice(self.computed // page_size, self.computed // page_size + len(pages))
+        replaced, self.pages[own] = self.pages[own], pages
+        self.computed = self.reused = self.computed + len(pages) * page_size
+        return replaced
 
     def fork(self, parent: Sequence, pages: Iterable[PageId]) -> None:
         """Start with what `parent` has computed of the same prompt, rounds included, on `pages`, which hold the same entries."""
@@ -177,9 +199,10 @@ class Sequence:
             self.rounds.append(RoundRecord(self.computed, _others(order, self.physical_len)))
         self.replayed += 1
         self.entries = self.entries.reordered(order, self.computed)
-        dropped = set(self.pages).difference(pages)
+        kept = set(pages)
+        dropped = [page for page in self.pages if page not in kept]
         self.pages = list(pages)
-        return sorted(dropped)
+        return dropped
 
     def remembered_round(self) -> Rows:
         """The ordinals that the next round to replay kept."""
@@ -202,7 +225,7 @@ class Sequence:
 
     def _drop_cache(self) -> list[PageId]:
         pages, self.pages = self.pages, []
-        self.computed = self.replayed = 0
+        self.computed = self.reused = self.replayed = 0
         self.entries = EntryMap.empty()
         return pages
 

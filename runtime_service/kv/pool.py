@@ -70,8 +70,7 @@ class KVPool:
 
     def page_index(self, pages: Sequence[PageId], length: int) -> torch.Tensor:
         """Where the first `length` entries of the sequence on `pages` lie, for `keys` of any layer: int64, on the pool's device."""
-        index = torch.tensor(pages[: self.spec.pages_for(length)], dtype=torch.int64)
-        return index.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else index
+        return self._upload(pages[: self.spec.pages_for(length)])
 
     def keys(self, layer: int, page_index: torch.Tensor, length: int) -> torch.Tensor:
         """Copy of the first `length` keys of the sequence on those pages: `[kv_heads, length, head_dim]`."""
@@ -79,12 +78,19 @@ class KVPool:
         heads = rows.shape[1]
         return rows.transpose(0, 1).reshape(heads, -1, rows.shape[-1])[:, :length]
 
-    def copy_page(self, source: PageId, target: PageId) -> None:
-        """Copy one page's bytes in every layer."""
+    def copy_pages(self, copies: Sequence[tuple[PageId, PageId]]) -> None:
+        """Copy the bytes of pages in every layer, each from a source to a target that is no source itself."""
+        if not copies:
+            return
+        source, target = (self._upload(pages) for pages in zip(*copies, strict=True))
         for layer in range(self.spec.num_layers):
             pages = self.by_page(layer)
-            pages[target].copy_(pages[source])
+            pages.index_copy_(0, target, pages.index_select(0, source))
 
     def fence(self) -> Fence | None:
         """Behind everything launched so far that touches the pool; None on a CPU, where what returns is done."""
         return StreamFence(self.device) if self.device.type == "cuda" else None
+
+    def _upload(self, pages: Sequence[PageId]) -> torch.Tensor:
+        index = torch.tensor(pages, dtype=torch.int64)
+        return index.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else index

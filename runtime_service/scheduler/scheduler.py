@@ -7,6 +7,9 @@ Order. Sequences rank by priority, then arrival. Admission is strictly in rank o
 yet. Pages for everything a sequence knows are taken at admission, so prefill never runs dry half-way; decoding takes a page when
 it crosses into one.
 
+Prefixes. A sequence starts from the pages that others have filled with its first tokens, and looks again before its first chunk,
+for those who were admitted with it may be ahead of it by then.
+
 No page left. First an early compaction round of whoever it frees most for; then the lowest-ranked running sequence gives all its
 pages back and waits to be recomputed. The highest-ranked one is never the victim while another runs, and alone it fits (checked
 at submission), so it always finishes: no livelock.
@@ -21,6 +24,7 @@ from runtime_service.compaction.trigger import relief
 from runtime_service.core.batch import PressureRound, ScheduledBatch
 from runtime_service.core.sequence import Sequence, Status
 from runtime_service.kv.allocator import PageAllocator
+from runtime_service.kv.prefix_cache import PrefixCache
 from runtime_service.scheduler.budget import chunk_len, pages_to_grow, pages_to_start
 from runtime_service.scheduler.queues import WaitingQueue
 from shared.ids import PageId
@@ -32,11 +36,17 @@ class Scheduler:
     """Owns the queue, the running set and, through them, every page a sequence holds. One thread."""
 
     def __init__(
-        self, spec: KVCacheSpec, profiles: ProfileSet, allocator: PageAllocator, lifecycles: Lifecycles | None = None
+        self,
+        spec: KVCacheSpec,
+        profiles: ProfileSet,
+        allocator: PageAllocator,
+        prefixes: PrefixCache,
+        lifecycles: Lifecycles | None = None,
     ) -> None:
         self._spec = spec
         self._profiles = profiles
         self._allocator = allocator
+        self._prefixes = prefixes
         self._max_running = profiles[Phase.DECODE].batch.max
         self._last_phase = Phase.DECODE
         self._lifecycles = lifecycles or Lifecycles()
@@ -74,6 +84,7 @@ class Scheduler:
         self.waiting.discard(child)
         child.fork(parent, [*self._allocator.share(parent.pages[:num_full]), *own])
         self._lifecycles.forks(parent, child)
+        self._prefixes.fork(parent, child)
         self._add_running(child)
         return [(parent.pages[num_full], page) for page in own]
 
@@ -94,21 +105,29 @@ class Scheduler:
         else:
             self.waiting.discard(sequence)
         self._lifecycles.ends(sequence)
+        self._prefixes.forget(sequence)
         self._allocator.release(sequence.finish())
 
     def _admit(self) -> None:
         while (head := self.waiting.head) is not None and len(self.running) < self._max_running:
             if head.unseen:
                 return  # preempted with a token on its way, which it cannot be recomputed without
-            needed = pages_to_start(head, self._spec)
-            if needed + pages_to_grow(self.running, self._spec) > self._allocator.num_free:
+            needed, found = pages_to_start(head, self._spec), self._prefixes.find(head)
+            taken = needed - sum(self._allocator.is_owned(page) for page in found)
+            if taken + pages_to_grow(self.running, self._spec) > self._allocator.num_free:
                 return
-            pages = self._allocator.try_allocate(needed)
-            assert pages is not None, (needed, self._allocator.num_free)
             self.waiting.discard(head)
             head.start()
+            self._resume(head, found)
+            pages = self._allocator.try_allocate(needed - len(found))
+            assert pages is not None, (needed, found, self._allocator.num_free)
             head.hold(pages)
             self._add_running(head)
+
+    def _resume(self, sequence: Sequence, found: list[PageId]) -> None:
+        """Go on from `found`, and give up what the sequence held in their place."""
+        if found:
+            self._allocator.release(sequence.resume(self._allocator.share(found), self._spec.page_size))
 
     def _add_running(self, sequence: Sequence) -> None:
         self.running.append(sequence)
@@ -117,6 +136,9 @@ class Scheduler:
     def _prefill(self) -> ScheduledBatch | None:
         """The first in rank decides the chunk; others that can take as many tokens ride along, so no row is padded."""
         profile = self._profiles[Phase.PREFILL]
+        for sequence in self.running:
+            if sequence.remaining > 1 and not sequence.has_stepped:
+                self._resume(sequence, self._prefixes.find(sequence))
         chunks = {s: chunk_len(s, profile) for s in self.running if s.remaining > 1}
         if not chunks:
             return None

@@ -35,6 +35,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             num_pages=request.num_pages if request.HasField("num_pages") else None,
             kv_bytes=request.kv_bytes if request.HasField("kv_bytes") else None,
             compaction=convert.default_compaction(request.default_compaction) if request.HasField("default_compaction") else None,
+            prefix_caching=request.prefix_caching or not request.HasField("prefix_caching"),
         )
         loaded = await asyncio.get_running_loop().run_in_executor(self._loading, self._engines.load, load)
         return pb.LoadEngineResponse(engine=describe.engine_message(loaded))

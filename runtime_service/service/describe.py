@@ -50,6 +50,7 @@ def engine_message(engine: LoadedEngine) -> control_pb2.Engine:
         caches_aliased=sum(write.aliased for write in manifest.proof),
         caches_total=len(manifest.proof),
         load_s=engine.load_s,
+        prefix_caching=engine.prefix_caching,
     )
     if engine.compaction is not None:
         message.default_compaction.CopyFrom(compaction_message(engine.compaction))
@@ -75,6 +76,9 @@ def load_message(load: EngineLoad) -> control_pb2.EngineLoad:
         generated_tokens=load.generated_tokens,
         prompt_tokens=load.prompt_tokens,
         preemptions=load.preemptions,
+        pages_cached=load.pages_cached,
+        prefix_queries=load.prefix_queries,
+        prefix_hits=load.prefix_hits,
     )
 
 

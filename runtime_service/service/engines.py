@@ -19,6 +19,7 @@ from runtime_service.config import RuntimeSettings
 from runtime_service.core.load_request import LoadRequest
 from runtime_service.core.params import CompactionParams
 from runtime_service.engine.engine import Engine
+from runtime_service.kv.prefix_cache import can_share
 from runtime_service.loop import ServingLoop
 from runtime_service.service.convert import relabel
 from runtime_service.service.memory import available_bytes, available_device_bytes, check_room, default_pages, pages_within
@@ -56,6 +57,10 @@ class LoadedEngine:
     def compaction(self) -> CompactionParams | None:
         """Applied to requests that do not choose."""
         return self.request.compaction
+
+    @property
+    def prefix_caching(self) -> bool:
+        return self.request.prefix_caching and can_share(self.manifest.cache)
 
     @property
     def kv_bytes(self) -> int:
@@ -228,7 +233,7 @@ class Engines:
                 num_pages = self._num_pages(request, manifest)
                 if manifest.target.device == "cpu":  # a GPU's allocator refuses by itself
                     check_room(num_pages, manifest.cache, available_bytes())
-                self._loop.add_engine(request.name, engine, tokenizer, num_pages)
+                self._loop.add_engine(request.name, engine, tokenizer, num_pages, prefix_caching=request.prefix_caching)
             undo.pop_all()  # the engine holds both artifacts, and the loop the engine, from here on
         loaded = LoadedEngine(request, manifest, num_pages, prompts, time.monotonic() - started)
         with self._lock:

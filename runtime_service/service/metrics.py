@@ -21,11 +21,13 @@ _Reader = Callable[[EngineLoad], float]
 _GAUGES: dict[str, tuple[str, _Reader]] = {
     "requests_waiting": ("Requests that have not had their first step.", lambda load: load.requests_waiting),
     "requests_running": ("Requests that have had their first step and not ended.", lambda load: load.requests_running),
-    "kv_usage_ratio": ("Share of the KV pages that somebody owns, 0 to 1.", lambda load: load.pages_used / load.pages_total),
+    "kv_usage_ratio": ("Share of the KV pages that some request owns, 0 to 1.", lambda load: load.pages_used / load.pages_total),
 }
 _COUNTERS: dict[str, tuple[str, _Reader]] = {
     "steps": ("Engine calls, and rounds made for want of pages.", lambda load: load.steps),
     "prompt_tokens": ("Prompt tokens of requests that have started, each once.", lambda load: load.prompt_tokens),
+    "prefix_cache_queries": ("Prompt tokens looked for in the prefix cache.", lambda load: load.prefix_queries),
+    "prefix_cache_hits": ("Prompt tokens found in the prefix cache and not computed.", lambda load: load.prefix_hits),
     "generated_tokens": ("Tokens sampled.", lambda load: load.generated_tokens),
     "preemptions": ("Sequences that gave their pages up and were computed again.", lambda load: load.preemptions),
     "kv_pages_leaked": ("Pages owned by nobody when the engine fell idle: 0, or a bug.", lambda load: load.pages_leaked),
@@ -36,7 +38,8 @@ _COUNTERS: dict[str, tuple[str, _Reader]] = {
     "compaction_seconds": ("Time spent in rounds.", lambda load: load.compaction.duration_s),
 }
 _STATES: dict[str, _Reader] = {
-    "free": lambda load: load.pages_free,
+    "free": lambda load: load.pages_free - load.pages_cached,
+    "cached": lambda load: load.pages_cached,
     "exclusive": lambda load: load.pages_used - load.pages_shared,
     "shared": lambda load: load.pages_shared,
 }

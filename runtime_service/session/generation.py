@@ -57,6 +57,7 @@ class Generation:
     unforked: list[Sample] = field(default_factory=list)
     cancel_requested: bool = False
     peak_pages: int = 0
+    cached_tokens: int = 0
 
     @classmethod
     def create(
@@ -138,6 +139,7 @@ class Generation:
         return Usage(
             prompt_tokens=len(self.request.prompt_ids),
             generated_tokens=sum(sequence.num_generated for sequence in sequences),
+            cached_tokens=self.cached_tokens,
             compaction_rounds=evidence.rounds,
             tokens_evicted=evidence.tokens_evicted,
             pages_freed=evidence.pages_freed,

@@ -30,6 +30,7 @@ from runtime_service.device_sampling import needs_host
 from runtime_service.engine.engine import Engine, EngineInputs
 from runtime_service.kv.allocator import PageAllocator
 from runtime_service.kv.pool import KVPool
+from runtime_service.kv.prefix_cache import PrefixCache, can_share
 from runtime_service.scheduler.budget import Capacity, check_request
 from runtime_service.scheduler.scheduler import Scheduler
 from runtime_service.session.flight import Flight, select_rows
@@ -49,7 +50,8 @@ class EngineSession:
     """`check` may be called from any thread; everything else belongs to the loop's.
 
     `on_end` is called once for every admitted generation, before its last event and with its pages released. `draft` is the cache
-    of a speculative draft, which rounds keep in step with the engine's.
+    of a speculative draft, which rounds keep in step with the engine's. `prefix_caching` lets requests go on from what others have
+    computed, where they can share pages; not beside a draft's cache, which would have nothing of what a sequence skips.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class EngineSession:
         clock: Callable[[], float],
         on_end: Callable[[Generation], None],
         draft: DraftCache | None = None,
+        prefix_caching: bool = True,
     ) -> None:
         manifest = engine.manifest
         _check_profiles(manifest.profiles)
@@ -71,7 +74,9 @@ class EngineSession:
         self.pool = KVPool(manifest.cache, num_pages, manifest.target.device)
         self.allocator = PageAllocator(num_pages)
         self.lifecycles = Lifecycles([] if draft is None else [draft])
-        self.scheduler = Scheduler(manifest.cache, manifest.profiles, self.allocator, self.lifecycles)
+        shares = prefix_caching and draft is None and can_share(manifest.cache)
+        self.prefixes = PrefixCache(self.allocator, manifest.cache.page_size, enabled=shares)
+        self.scheduler = Scheduler(manifest.cache, manifest.profiles, self.allocator, self.prefixes, self.lifecycles)
         self.compactor = Compactor(self.pool, self.allocator, POLICIES, manifest.profiles[Phase.DECODE].batch.max, draft)
         self.counters = Counters()
         self.latencies = Latencies()
@@ -114,13 +119,17 @@ class EngineSession:
         return True
 
     def end(self, generation: Generation, error: QuireError) -> None:
-        """The request failed."""
+        """The request failed. Where that is our fault or its numbers', nobody shall go on from what it has computed."""
         self.counters.requests_failed += 1
+        if isinstance(error, InternalError):
+            for chosen in generation.samples:
+                self.allocator.withdraw(chosen.sequence.pages)
         self._close(generation)
         generation.fail(error)
 
     def end_running(self, error: QuireError) -> None:
         """A step failed, and with it what took part in it; what only waits is not touched. All of it, if nothing runs."""
+        self.allocator.withdraw_all()  # what was launched before may have failed as well
         running = {self._samples[sequence].generation: None for sequence in self.scheduler.running}
         for generation in list(running or self.generations):
             self.end(generation, error)
@@ -143,10 +152,13 @@ class EngineSession:
             requests_failed=counters.requests_failed,
             pages_total=self.allocator.capacity,
             pages_free=self.allocator.num_free,
+            pages_cached=self.allocator.num_cached,
             pages_shared=self.allocator.num_shared,
             pages_leaked=counters.pages_leaked,
             steps=counters.steps,
             prompt_tokens=counters.prompt_tokens,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
             generated_tokens=counters.generated_tokens,
             preemptions=self.scheduler.num_preemptions,
             compaction=self.compactor.evidence,
@@ -175,6 +187,7 @@ class EngineSession:
         logits = self._engine.run(self._inputs(batch), self.pool)
         for sequence in batch.sequences:
             sequence.advance(batch.query_len)
+            self.prefixes.publish(sequence)
         self.lifecycles.step_ends(batch.sequences)
         self._end_unwanted()  # a cancel that came during the step wins over the step's result
         flight = self._take_off(batch, logits)
@@ -195,7 +208,15 @@ class EngineSession:
             if generation.times.started is None:
                 generation.times.started = self._clock()
                 self.latencies.note_start(generation.times, generation.times.started)
-                self.counters.prompt_tokens += len(generation.request.prompt_ids)
+                self._note_prefix(generation, sequence)
+
+    def _note_prefix(self, generation: Generation, sequence: Sequence) -> None:
+        """The first step of a request begins: how much of its prompt it need not compute."""
+        generation.cached_tokens = sequence.reused
+        self.counters.prompt_tokens += len(generation.request.prompt_ids)
+        if self.prefixes.enabled:
+            self.counters.prefix_queries += len(generation.request.prompt_ids)
+            self.counters.prefix_hits += sequence.reused
 
     def _take_off(self, batch: ScheduledBatch, logits: torch.Tensor) -> Flight:
         """The samples that get a token from this step: those whose last token was computed, and their siblings."""
@@ -231,8 +252,7 @@ class EngineSession:
             if copies is None:
                 self.scheduler.add(sibling.sequence)
                 continue
-            for source, target in copies:
-                self.pool.copy_page(source, target)
+            self.pool.copy_pages(copies)
             forked.append(sibling)
         return forked
 
@@ -254,9 +274,11 @@ class EngineSession:
             generation.complete(self._clock())
 
     def _compact(self, cohort: list[Sequence]) -> None:
-        if cohort and not self.compactor.run(cohort):
-            for sequence in cohort:
-                self.scheduler.preempt(sequence)
+        """Where no page is free for a copy, the lowest in rank gives its own up; whoever is left at last shares with nobody."""
+        while cohort and not self.compactor.run(cohort):
+            victim = self.scheduler.running[-1]
+            self.scheduler.preempt(victim)
+            cohort = [sequence for sequence in cohort if sequence is not victim]
 
     def _close(self, generation: Generation) -> None:
         """The one way out for every request. The last event follows it: who has read that may use the pages and the id again."""

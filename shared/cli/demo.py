@@ -119,7 +119,7 @@ def show(session: Session, report: Report, seconds: float) -> None:
         ("artifact", "reused from the store" if report.reused else "built now"),
         ("proof", report.proof),
         ("engine load", f"{report.load_s:.1f} s"),
-        ("tokens", f"{usage.prompt_tokens} prompt, {usage.generated_tokens} generated"),
+        ("tokens", f"{usage.prompt_tokens} prompt ({usage.cached_tokens} cached), {usage.generated_tokens} generated"),
         ("time to first token", f"{usage.time_to_first_token_s:.2f} s"),
         ("tokens/s", f"{tokens_per_s(usage):.1f}"),
         ("compaction rounds", str(usage.compaction_rounds)),

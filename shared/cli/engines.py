@@ -40,10 +40,11 @@ def load(
     pages: Annotated[int | None, typer.Option(min=2, max=UINT32_MAX, help="pages of the KV pools")] = None,
     kv_bytes: Annotated[int | None, typer.Option(min=1, max=UINT64_MAX, help="bytes of the KV pools")] = None,
     compaction: Annotated[str | None, typer.Option(help="default for requests: policy=NAME,budget=N,interval=N")] = None,
+    prefix_caching: Annotated[bool, typer.Option(help="go on from what earlier requests have computed")] = True,
 ) -> None:
     """Load an engine and print its name."""
     session = session_of(context)
-    request = control_pb2.LoadEngineRequest(artifact_id=artifact_id, name=name)
+    request = control_pb2.LoadEngineRequest(artifact_id=artifact_id, name=name, prefix_caching=prefix_caching)
     if pages is not None and kv_bytes is not None:
         raise FieldOutOfRange("give --pages or --kv-bytes, not both", field="--pages")
     if pages is not None:

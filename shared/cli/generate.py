@@ -117,7 +117,7 @@ def tokens_per_s(usage: inference_pb2.Usage) -> float:
 
 def usage_line(usage: inference_pb2.Usage) -> str:
     return (
-        f"{usage.prompt_tokens} prompt + {usage.generated_tokens} generated tokens, "
+        f"{usage.prompt_tokens} prompt ({usage.cached_tokens} cached) + {usage.generated_tokens} generated tokens, "
         f"first after {usage.time_to_first_token_s:.2f} s, {tokens_per_s(usage):.1f} tokens/s; "
         f"{usage.compaction_rounds} rounds evicted {usage.tokens_evicted} tokens and freed {usage.pages_freed} pages; "
         f"{usage.physical_length} entries held at the end"

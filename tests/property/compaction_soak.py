@@ -1,11 +1,12 @@
-"""The long soak: rounds of every kind on real serving sessions, while requests fork, are preempted and are cancelled.
+"""The long soak: rounds of every kind on real serving sessions, while requests share prefixes, fork, are preempted and cancelled.
 
     python -m tests.property.compaction_soak --rounds 10000
 
-Pools are so short that rounds run early and sequences are recomputed. After every turn: free + used = all pages, in the target's
-and in the draft's pool; no page is owned twice by one sequence or written by two; every entry's key is that of the token which the
-map says it is, in each head. At its end every request has its own right tokens, all of them or, if it was ended, the first of them.
-Ends at the first fault; the seed reproduces it.
+Prompts begin alike, and some go on from an answer. Pools are so short that rounds run early, cached pages are evicted and sequences
+are recomputed. After every turn: blank + cached + used = all pages, and so in the draft's pool; no page is owned twice by one
+sequence or written by two; every entry's key is that of the token which the map says it is, in each head, and every page that is
+offered to later requests holds the keys of its tokens. At its end every request has its own right tokens, all of them or, if it was
+ended, the first of them. Ends at the first fault; the seed reproduces it.
 """
 
 from __future__ import annotations
@@ -28,19 +29,9 @@ from shared.errors import QueueFull
 from shared.kernels.compaction.modes import Mode
 from shared.kv_spec import Layout
 from tests.support.drafted import attach_draft
+from tests.support.prefixes import check_prefixes, first_keys
 from tests.support.serving import RecordingStream, request, rounds_of, run, submit
-from tests.support.tiny_engine import (
-    HEAD_DIM,
-    KV_HEADS,
-    VOCAB,
-    Oracle,
-    TinyEngine,
-    TinyModel,
-    _norm,
-    _rotate,
-    _rotations,
-    tiny_tokenizer,
-)
+from tests.support.tiny_engine import KV_HEADS, VOCAB, Oracle, TinyEngine, TinyModel, tiny_tokenizer
 
 _T = TypeVar("_T")
 
@@ -50,8 +41,7 @@ POLICIES = {
     "sliding": ("sink_recent", "knorm", "knorm_per_head"),
     "drafted": ("sink_recent", "knorm"),
 }
-ROTATIONS = _rotations()
-NUM_PAGES = {"paged": 14, "linear": 4, "sliding": 14, "drafted": 16}
+NUM_PAGES = {"paged": 18, "linear": 4, "sliding": 18, "drafted": 14}
 
 
 class Soak:
@@ -62,6 +52,7 @@ class Soak:
         self.models = {name: TinyModel(seed=seed % 7, window=5 if name == "sliding" else None) for name in POLICIES}
         self.loop = ServingLoop(max_waiting=6)
         self.requests: list[RecordingStream] = []
+        self.conversations = [self.rng.integers(0, VOCAB, 23).tolist() for _ in range(2)]
         self.cancelled = self.finished = 0
         for name, model in self.models.items():
             layout = Layout.LINEAR if name == "linear" else Layout.PAGED
@@ -77,6 +68,11 @@ class Soak:
     @property
     def rounds(self) -> int:
         return sum(session.compactor.evidence.rounds for session in self.sessions.values())
+
+    @property
+    def hits(self) -> int:
+        """Prompt tokens that were found computed."""
+        return sum(session.counters.prefix_hits for session in self.sessions.values())
 
     def run(self, rounds: int) -> None:
         """Serve until `rounds` have run since the start, then until nothing is alive."""
@@ -102,17 +98,23 @@ class Soak:
             compaction = CompactionParams(self.choose(POLICIES[name]), budget, interval, sinks, mode)
             samples = self.choose([1, 1, 1, 2, 3])
             made = request(
-                self.rng.integers(0, VOCAB, int(self.rng.integers(1, 24))).tolist(),
+                self.prompt(),
                 int(self.rng.integers(1, 24)),
                 engine=name,
                 sampling=SamplingParams(temperature=0.0, n=samples),
                 compaction=self.choose([compaction] * 5 + [None]),
                 priority=self.choose([0, 0, 1]),
+                cache_salt=self.choose([""] * 7 + ["other"]),
             )
             try:
                 self.requests += submit(self.loop, made)
             except QueueFull:
                 continue
+
+    def prompt(self) -> list[int]:
+        """Up to 23 tokens: the first of a conversation, and some that are nobody else's."""
+        shared = self.choose(self.conversations)[: int(self.rng.integers(0, 23))]
+        return [*shared, *self.rng.integers(0, VOCAB, int(self.rng.integers(1, 24 - len(shared)))).tolist()]
 
     def disturb(self) -> None:
         """Cancel one request, preempt one sequence, compact one before it is due; each now and then."""
@@ -136,16 +138,19 @@ class Soak:
             page_size = session.pool.spec.page_size
             owned = Counter(page for sequence in session.scheduler.running for page in sequence.pages)
             assert owned == {page: count for page, count in enumerate(session.allocator._references) if count}
+            num_blank = session.allocator.num_free - session.allocator.num_cached
+            assert num_blank + session.allocator.num_cached + len(owned) == session.allocator.capacity
+            check_prefixes(session, self.models[name])
             for sequence in session.scheduler.running:
                 assert len(set(sequence.pages)) == len(sequence.pages)
-                assert all(owned[page] == 1 for page in sequence.pages[sequence.physical_len // page_size :])
+                assert not any(map(session.allocator.is_shared, sequence.pages[sequence.physical_len // page_size :]))
                 if sequence.physical_len:
                     self.check_entries(name, session, sequence)
 
     def check_entries(self, name: str, session: EngineSession, sequence: Sequence) -> None:
         """The keys of layer 0, which depend on token and position alone, are those the map says lie there."""
         positions = np.broadcast_to(sequence.positions[:KV_HEADS], (KV_HEADS, sequence.physical_len))
-        keys_HTD = first_keys(self.models[name], sequence.tokens[: sequence.computed])
+        keys_HTD = first_keys(self.models[name], tuple(sequence.tokens[: sequence.computed]))
         expected = torch.stack([keys[torch.from_numpy(row).long()] for keys, row in zip(keys_HTD, positions.copy(), strict=True)])
         index = session.pool.page_index(sequence.pages, sequence.physical_len)
         got = session.pool.keys(0, index, sequence.physical_len)
@@ -156,6 +161,9 @@ class Soak:
         for stream in [stream for stream in self.requests if stream.is_ended]:
             self.requests.remove(stream)
             self.finished += 1
+            if stream.tokens() and self.rng.random() < 0.1:
+                said = [*stream.sequences[0].request.prompt_ids, *stream.tokens()]
+                self.conversations[int(self.rng.integers(len(self.conversations)))] = said
             assert stream.after_end == []
             for index, sequence in enumerate(stream.sequences):
                 wanted = sequence.request
@@ -177,13 +185,6 @@ def may_be_compacted(sequence: Sequence) -> bool:
     return compaction is not None and sequence.remaining == 1 and sequence.physical_len > compaction.budget
 
 
-def first_keys(model: TinyModel, tokens: list[int]) -> torch.Tensor:
-    """Keys of layer 0 by position, `[KV_HEADS, tokens, HEAD_DIM]`."""
-    embedded = torch.from_numpy(model.weights["embed"])[tokens]
-    keys_HTD = (_norm(embedded) @ torch.from_numpy(model.weights["0.k"])).unflatten(-1, (KV_HEADS, HEAD_DIM)).transpose(0, 1)
-    return _rotate(keys_HTD, ROTATIONS[: len(tokens)]).float()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10000)
@@ -197,7 +198,8 @@ def main() -> None:
         preemptions = sum(session.scheduler.num_preemptions for session in soak.sessions.values())
         print(
             f"{soak.rounds} rounds, {evidence} tokens evicted, {soak.finished} requests, {soak.cancelled} cancels, "
-            f"{preemptions} preemptions: no page lost, outputs right, {time.monotonic() - start:.0f} s",
+            f"{preemptions} preemptions, {soak.hits} prompt tokens found in the cache: no page lost, outputs right, "
+            f"{time.monotonic() - start:.0f} s",
             flush=True,
         )
 

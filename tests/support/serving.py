@@ -67,6 +67,7 @@ def request(
     sampling: SamplingParams | None = None,
     compaction: CompactionParams | None = None,
     priority: int = 0,
+    cache_salt: str = "",
     queue_deadline: float | None = None,
     run_deadline: float | None = None,
     stop_token_ids: Sequence[int] = (),
@@ -80,6 +81,7 @@ def request(
         stop=StopParams(max_tokens=max_tokens, ignore_eos=True, stop_token_ids=tuple(stop_token_ids)),
         compaction=compaction,
         priority=priority,
+        cache_salt=cache_salt,
         queue_deadline=queue_deadline,
         run_deadline=run_deadline,
     )

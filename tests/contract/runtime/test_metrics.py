@@ -16,6 +16,7 @@ from tests.contract.runtime.conftest import LINEAR_ID, NUM_PAGES, PAGED_ID, gene
 from tests.support.scrape import scrape
 
 PROMPT = [3, 1, 4, 1, 5]
+STATES = ("free", "cached", "exclusive", "shared")
 COMPACTED = pb.KVOptions(policy=pb.CompactionOptions(name="sink_recent", budget=8, interval=16))
 
 
@@ -62,6 +63,11 @@ async def test_what_was_done_is_what_is_shown(tmp_path):
         outcomes = [seen("quire_runtime_requests_total", outcome=o, **tiny) for o in ("finished", "cancelled", "failed")]
         assert outcomes == [3, 1, 1]
         assert seen("quire_runtime_prompt_tokens_total", **tiny) == load.prompt_tokens == 4 * 5 + 2
+        # The second and the one whose step failed found the full page of the first; after that step nothing is offered any more.
+        assert seen("quire_runtime_prefix_cache_queries_total", **tiny) == load.prefix_queries == load.prompt_tokens
+        assert seen("quire_runtime_prefix_cache_hits_total", **tiny) == load.prefix_hits == 4 + 4
+        assert (first.cached_tokens, second.cached_tokens) == (0, 4)
+        assert seen("quire_runtime_kv_pages", state="cached", **tiny) == load.pages_cached > 0
         assert seen("quire_runtime_generated_tokens_total", **tiny) == load.generated_tokens >= 8 + 40 + 6 + 1
         assert seen("quire_runtime_steps_total", **tiny) == load.steps
         assert seen("quire_runtime_requests_running", **tiny) == seen("quire_runtime_requests_waiting", **tiny) == 0
@@ -101,10 +107,11 @@ async def test_a_scrape_in_the_middle_of_serving(tmp_path):
             served.gate.let_through(1)
             await served.gate.until_held()
         assert seen("quire_runtime_requests_waiting", engine="tiny") == 4
-        pages = {state: seen("quire_runtime_kv_pages", engine="tiny", state=state) for state in ("free", "exclusive", "shared")}
+        pages = {state: seen("quire_runtime_kv_pages", engine="tiny", state=state) for state in STATES}
         assert sum(pages.values()) == NUM_PAGES - 1
         assert pages["exclusive"] >= 8
-        assert seen("quire_runtime_kv_usage_ratio", engine="tiny") == pages["exclusive"] / (NUM_PAGES - 1)
+        assert pages["shared"] == 1  # the full page of the prompt, which the first two of the rows have computed
+        assert seen("quire_runtime_kv_usage_ratio", engine="tiny") == (pages["exclusive"] + pages["shared"]) / (NUM_PAGES - 1)
         assert seen("quire_runtime_draining") == 0
         served.gate.open()
         for call in calls:
@@ -121,8 +128,8 @@ async def test_shared_pages_are_counted_once(tmp_path):
         while (seen := await read())("quire_runtime_kv_pages", engine="tiny", state="shared") < 1:
             served.gate.let_through(1)
             await served.gate.until_held()
-        pages = {state: seen("quire_runtime_kv_pages", engine="tiny", state=state) for state in ("free", "exclusive", "shared")}
-        assert pages == {"free": NUM_PAGES - 1 - 4, "exclusive": 3, "shared": 1}
+        pages = {state: seen("quire_runtime_kv_pages", engine="tiny", state=state) for state in STATES}
+        assert pages == {"free": NUM_PAGES - 1 - 4, "cached": 0, "exclusive": 3, "shared": 1}
         served.gate.open()
         await to_the_end(call)
 

@@ -1,8 +1,9 @@
 """Random interleavings of everything that can happen to the real serving loop.
 
-Requests come, are cancelled, miss deadlines, lose their readers, are compacted and preempted at any moment; steps fail; engines are
-unloaded and loaded again. Whatever the order: pages return to the baseline, every stream ends once, and every request gets its own
-tokens: all of them if it finished, the first of them if it was ended.
+Requests come, begin alike, go on from an earlier answer, are cancelled, miss deadlines, lose their readers, are compacted and
+preempted at any moment; steps fail; engines are unloaded and loaded again. Whatever the order: pages return to the baseline, what
+is offered to later requests holds what it says, every stream ends once, and every request gets its own tokens: all of them if it
+finished, the first of them if it was ended.
 
 The loop's thread is not started; its turns are rules like the others, so an interleaving is a value that hypothesis can shrink.
 `QUIRE_INTERLEAVINGS=1000` runs a thousand of them.
@@ -32,11 +33,13 @@ from runtime_service.streaming.events import Finished, FinishReason
 from shared.errors import InternalError, QueueFull
 from shared.kernels.compaction.modes import Mode
 from shared.kv_spec import Layout
+from tests.support.prefixes import check_prefixes
 from tests.support.serving import RecordingStream, request, rounds_of, run, submit
 from tests.support.tiny_engine import VOCAB, Oracle, Round, TinyEngine, TinyModel, tiny_tokenizer
 
 INTERLEAVINGS = int(os.environ.get("QUIRE_INTERLEAVINGS", "20"))
-PROMPTS = ((1, 2, 3), (7,) * 11, (5,), tuple(range(30, 53)), (9, 8, 7, 6))
+SYSTEM = tuple(range(30, 53))
+PROMPTS = ((1, 2, 3), (7,) * 11, (5,), SYSTEM, (9, 8, 7, 6), SYSTEM[:16], (*SYSTEM[:13], 1, 2, 3), SYSTEM[:9] + (5,) * 8)
 MODELS = {"paged": TinyModel(), "linear": TinyModel(seed=1), "sliding": TinyModel(seed=2, window=5)}
 NUM_PAGES = {"paged": 13, "linear": 3, "sliding": 13}
 GREEDY = SamplingParams(temperature=0.0)
@@ -94,6 +97,7 @@ def orders(draw: st.DrawFn) -> dict[str, object]:
         "compaction": chosen,
         "sampling": draw(st.one_of(st.just(GREEDY), st.just(GREEDY), sampled)),
         "priority": draw(st.integers(-1, 1)),
+        "cache_salt": draw(st.sampled_from(["", "", "", "other"])),
         "queue_deadline": draw(st.integers(1, 40)) if rarely else None,
         "run_deadline": draw(st.integers(1, 60)) if rarely else None,
     }
@@ -138,6 +142,13 @@ class ServingMachine(RuleBasedStateMachine):
             except QueueFull:
                 continue
             self.all.append(Live(made, stream))
+
+    @precondition(lambda self: any(answered(live) for live in self.all))
+    @rule(data=st.data(), order=orders(), more=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3))
+    def go_on_from_an_answer(self, data: st.DataObject, order: dict[str, object], more: list[int]) -> None:
+        live = data.draw(st.sampled_from([live for live in self.all if answered(live)]))
+        prompt = (*live.request.prompt_ids, *live.stream.tokens(), *more)[:23]
+        self.generate([order | {"prompt": prompt, "cache_salt": live.request.cache_salt}])
 
     @rule(turns=st.integers(1, 30))
     def take_turns(self, turns: int) -> None:
@@ -223,7 +234,8 @@ class ServingMachine(RuleBasedStateMachine):
                 assert sequence.physical_len <= sequence.request.max_physical
                 page_size = session.pool.spec.page_size
                 assert sequence.physical_len <= len(sequence.pages) * page_size
-                assert all(owned[page] == 1 for page in sequence.pages[sequence.physical_len // page_size :])
+                assert not any(map(session.allocator.is_shared, sequence.pages[sequence.physical_len // page_size :]))
+            check_prefixes(session, MODELS[session.name])
 
     @invariant()
     def no_stream_hears_anything_after_its_end(self) -> None:
@@ -239,6 +251,10 @@ class ServingMachine(RuleBasedStateMachine):
         for live in self.all:
             check(live)
         self.loop.stop()
+
+
+def answered(live: Live) -> bool:
+    return bool(live.stream.tokens())
 
 
 def may_be_compacted(sequence: Sequence) -> bool:

@@ -27,7 +27,7 @@ from shared.pb.quire.v1 import common_pb2 as quire_dot_v1_dot_common__pb2
 from shared.pb.quire.v1 import compiler_pb2 as quire_dot_v1_dot_compiler__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16quire/v1/control.proto\x12\x08quire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15quire/v1/common.proto\x1a\x17quire/v1/compiler.proto\"\xa5\x01\n\x11LoadEngineRequest\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\x08kv_bytes\x18\x03 \x01(\x04H\x00\x12\x13\n\tnum_pages\x18\x04 \x01(\rH\x00\x12\x38\n\x12\x64\x65\x66\x61ult_compaction\x18\x05 \x01(\x0b\x32\x1c.quire.v1.CompactionDefaultsB\n\n\x08\x63\x61pacity\"\x8a\x01\n\x12\x43ompactionDefaults\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x62udget\x18\x02 \x01(\r\x12\x10\n\x08interval\x18\x03 \x01(\r\x12\x12\n\x05sinks\x18\x04 \x01(\rH\x00\x88\x01\x01\x12&\n\x04mode\x18\x05 \x01(\x0e\x32\x18.quire.v1.CompactionModeB\x08\n\x06_sinks\"\x9f\x03\n\x06\x45ngine\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x61rtifact_id\x18\x02 \x01(\t\x12\x12\n\nmodel_name\x18\x03 \x01(\t\x12\"\n\x07\x62\x61\x63kend\x18\x04 \x01(\x0e\x32\x11.quire.v1.Backend\x12\"\n\x06layout\x18\x05 \x01(\x0e\x32\x12.quire.v1.KVLayout\x12$\n\x05\x64type\x18\x06 \x01(\x0e\x32\x15.quire.v1.ElementType\x12\x0f\n\x07max_len\x18\x07 \x01(\r\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12\x11\n\tnum_pages\x18\t \x01(\r\x12\x10\n\x08kv_bytes\x18\n \x01(\x04\x12/\n\x08profiles\x18\x0b \x03(\x0b\x32\x1d.quire.v1.OptimizationProfile\x12\x16\n\x0e\x63\x61\x63hes_aliased\x18\x0c \x01(\r\x12\x14\n\x0c\x63\x61\x63hes_total\x18\r \x01(\r\x12\x0e\n\x06load_s\x18\x0e \x01(\x01\x12\x38\n\x12\x64\x65\x66\x61ult_compaction\x18\x0f \x01(\x0b\x32\x1c.quire.v1.CompactionDefaults\"6\n\x12LoadEngineResponse\x12 \n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x10.quire.v1.Engine\"M\n\x13UnloadEngineRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x05grace\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x16\n\x14UnloadEngineResponse\"\x14\n\x12ListEnginesRequest\"8\n\x13ListEnginesResponse\x12!\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x10.quire.v1.Engine\"\x16\n\x14GetServerInfoRequest\"\xe3\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12+\n\x06\x64\x65vice\x18\x02 \x01(\x0b\x32\x1b.quire.v1.DeviceDescription\x12\x1c\n\x14max_waiting_requests\x18\x03 \x01(\r\x12\x18\n\x10max_prompt_bytes\x18\x04 \x01(\r\x12\x19\n\x11max_prompt_tokens\x18\x05 \x01(\r\x12\x1c\n\x14max_generated_tokens\x18\x06 \x01(\r\x12\x1b\n\x13\x63ompaction_policies\x18\x07 \x03(\t\"\x10\n\x0eGetLoadRequest\"\xcc\x01\n\nEngineLoad\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x10requests_waiting\x18\x02 \x01(\r\x12\x18\n\x10requests_running\x18\x03 \x01(\r\x12\x13\n\x0bpages_total\x18\x04 \x01(\r\x12\x12\n\npages_free\x18\x05 \x01(\r\x12\r\n\x05steps\x18\x06 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x07 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x08 \x01(\x04\x12\x13\n\x0bpreemptions\x18\t \x01(\x04\"J\n\x0fGetLoadResponse\x12%\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x14.quire.v1.EngineLoad\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"+\n\x19GetCompactionStatsRequest\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\"\x9b\x01\n\x0f\x43ompactionStats\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12\x0e\n\x06rounds\x18\x02 \x01(\x04\x12\x16\n\x0etokens_evicted\x18\x03 \x01(\x04\x12\x12\n\nrows_moved\x18\x04 \x01(\x04\x12\x13\n\x0b\x62ytes_moved\x18\x05 \x01(\x04\x12\x13\n\x0bpages_freed\x18\x06 \x01(\x04\x12\x12\n\nduration_s\x18\x07 \x01(\x01\"H\n\x1aGetCompactionStatsResponse\x12*\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x19.quire.v1.CompactionStats\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\";\n\x0c\x44rainRequest\x12+\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"2\n\rDrainResponse\x12\x10\n\x08\x66inished\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x62orted\x18\x02 \x01(\r2\xd4\x04\n\x07\x43ontrol\x12G\n\nLoadEngine\x12\x1b.quire.v1.LoadEngineRequest\x1a\x1c.quire.v1.LoadEngineResponse\x12M\n\x0cUnloadEngine\x12\x1d.quire.v1.UnloadEngineRequest\x1a\x1e.quire.v1.UnloadEngineResponse\x12J\n\x0bListEngines\x12\x1c.quire.v1.ListEnginesRequest\x1a\x1d.quire.v1.ListEnginesResponse\x12P\n\rGetServerInfo\x12\x1e.quire.v1.GetServerInfoRequest\x1a\x1f.quire.v1.GetServerInfoResponse\x12>\n\x07GetLoad\x12\x18.quire.v1.GetLoadRequest\x1a\x19.quire.v1.GetLoadResponse\x12_\n\x12GetCompactionStats\x12#.quire.v1.GetCompactionStatsRequest\x1a$.quire.v1.GetCompactionStatsResponse\x12\x38\n\x05\x41\x62ort\x12\x16.quire.v1.AbortRequest\x1a\x17.quire.v1.AbortResponse\x12\x38\n\x05\x44rain\x12\x16.quire.v1.DrainRequest\x1a\x17.quire.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16quire/v1/control.proto\x12\x08quire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15quire/v1/common.proto\x1a\x17quire/v1/compiler.proto\"\xd5\x01\n\x11LoadEngineRequest\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\x08kv_bytes\x18\x03 \x01(\x04H\x00\x12\x13\n\tnum_pages\x18\x04 \x01(\rH\x00\x12\x38\n\x12\x64\x65\x66\x61ult_compaction\x18\x05 \x01(\x0b\x32\x1c.quire.v1.CompactionDefaults\x12\x1b\n\x0eprefix_caching\x18\x06 \x01(\x08H\x01\x88\x01\x01\x42\n\n\x08\x63\x61pacityB\x11\n\x0f_prefix_caching\"\x8a\x01\n\x12\x43ompactionDefaults\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x62udget\x18\x02 \x01(\r\x12\x10\n\x08interval\x18\x03 \x01(\r\x12\x12\n\x05sinks\x18\x04 \x01(\rH\x00\x88\x01\x01\x12&\n\x04mode\x18\x05 \x01(\x0e\x32\x18.quire.v1.CompactionModeB\x08\n\x06_sinks\"\xb7\x03\n\x06\x45ngine\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x61rtifact_id\x18\x02 \x01(\t\x12\x12\n\nmodel_name\x18\x03 \x01(\t\x12\"\n\x07\x62\x61\x63kend\x18\x04 \x01(\x0e\x32\x11.quire.v1.Backend\x12\"\n\x06layout\x18\x05 \x01(\x0e\x32\x12.quire.v1.KVLayout\x12$\n\x05\x64type\x18\x06 \x01(\x0e\x32\x15.quire.v1.ElementType\x12\x0f\n\x07max_len\x18\x07 \x01(\r\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12\x11\n\tnum_pages\x18\t \x01(\r\x12\x10\n\x08kv_bytes\x18\n \x01(\x04\x12/\n\x08profiles\x18\x0b \x03(\x0b\x32\x1d.quire.v1.OptimizationProfile\x12\x16\n\x0e\x63\x61\x63hes_aliased\x18\x0c \x01(\r\x12\x14\n\x0c\x63\x61\x63hes_total\x18\r \x01(\r\x12\x0e\n\x06load_s\x18\x0e \x01(\x01\x12\x38\n\x12\x64\x65\x66\x61ult_compaction\x18\x0f \x01(\x0b\x32\x1c.quire.v1.CompactionDefaults\x12\x16\n\x0eprefix_caching\x18\x10 \x01(\x08\"6\n\x12LoadEngineResponse\x12 \n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x10.quire.v1.Engine\"M\n\x13UnloadEngineRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x05grace\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x16\n\x14UnloadEngineResponse\"\x14\n\x12ListEnginesRequest\"8\n\x13ListEnginesResponse\x12!\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x10.quire.v1.Engine\"\x16\n\x14GetServerInfoRequest\"\xe3\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12+\n\x06\x64\x65vice\x18\x02 \x01(\x0b\x32\x1b.quire.v1.DeviceDescription\x12\x1c\n\x14max_waiting_requests\x18\x03 \x01(\r\x12\x18\n\x10max_prompt_bytes\x18\x04 \x01(\r\x12\x19\n\x11max_prompt_tokens\x18\x05 \x01(\r\x12\x1c\n\x14max_generated_tokens\x18\x06 \x01(\r\x12\x1b\n\x13\x63ompaction_policies\x18\x07 \x03(\t\"\x10\n\x0eGetLoadRequest\"\x8f\x02\n\nEngineLoad\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x10requests_waiting\x18\x02 \x01(\r\x12\x18\n\x10requests_running\x18\x03 \x01(\r\x12\x13\n\x0bpages_total\x18\x04 \x01(\r\x12\x12\n\npages_free\x18\x05 \x01(\r\x12\r\n\x05steps\x18\x06 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x07 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x08 \x01(\x04\x12\x13\n\x0bpreemptions\x18\t \x01(\x04\x12\x14\n\x0cpages_cached\x18\n \x01(\r\x12\x16\n\x0eprefix_queries\x18\x0b \x01(\x04\x12\x13\n\x0bprefix_hits\x18\x0c \x01(\x04\"J\n\x0fGetLoadResponse\x12%\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x14.quire.v1.EngineLoad\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"+\n\x19GetCompactionStatsRequest\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\"\x9b\x01\n\x0f\x43ompactionStats\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12\x0e\n\x06rounds\x18\x02 \x01(\x04\x12\x16\n\x0etokens_evicted\x18\x03 \x01(\x04\x12\x12\n\nrows_moved\x18\x04 \x01(\x04\x12\x13\n\x0b\x62ytes_moved\x18\x05 \x01(\x04\x12\x13\n\x0bpages_freed\x18\x06 \x01(\x04\x12\x12\n\nduration_s\x18\x07 \x01(\x01\"H\n\x1aGetCompactionStatsResponse\x12*\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x19.quire.v1.CompactionStats\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\";\n\x0c\x44rainRequest\x12+\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"2\n\rDrainResponse\x12\x10\n\x08\x66inished\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x62orted\x18\x02 \x01(\r2\xd4\x04\n\x07\x43ontrol\x12G\n\nLoadEngine\x12\x1b.quire.v1.LoadEngineRequest\x1a\x1c.quire.v1.LoadEngineResponse\x12M\n\x0cUnloadEngine\x12\x1d.quire.v1.UnloadEngineRequest\x1a\x1e.quire.v1.UnloadEngineResponse\x12J\n\x0bListEngines\x12\x1c.quire.v1.ListEnginesRequest\x1a\x1d.quire.v1.ListEnginesResponse\x12P\n\rGetServerInfo\x12\x1e.quire.v1.GetServerInfoRequest\x1a\x1f.quire.v1.GetServerInfoResponse\x12>\n\x07GetLoad\x12\x18.quire.v1.GetLoadRequest\x1a\x19.quire.v1.GetLoadResponse\x12_\n\x12GetCompactionStats\x12#.quire.v1.GetCompactionStatsRequest\x1a$.quire.v1.GetCompactionStatsResponse\x12\x38\n\x05\x41\x62ort\x12\x16.quire.v1.AbortRequest\x1a\x17.quire.v1.AbortResponse\x12\x38\n\x05\x44rain\x12\x16.quire.v1.DrainRequest\x1a\x17.quire.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,45 +35,45 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.control_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LOADENGINEREQUEST']._serialized_start=117
-  _globals['_LOADENGINEREQUEST']._serialized_end=282
-  _globals['_COMPACTIONDEFAULTS']._serialized_start=285
-  _globals['_COMPACTIONDEFAULTS']._serialized_end=423
-  _globals['_ENGINE']._serialized_start=426
-  _globals['_ENGINE']._serialized_end=841
-  _globals['_LOADENGINERESPONSE']._serialized_start=843
-  _globals['_LOADENGINERESPONSE']._serialized_end=897
-  _globals['_UNLOADENGINEREQUEST']._serialized_start=899
-  _globals['_UNLOADENGINEREQUEST']._serialized_end=976
-  _globals['_UNLOADENGINERESPONSE']._serialized_start=978
-  _globals['_UNLOADENGINERESPONSE']._serialized_end=1000
-  _globals['_LISTENGINESREQUEST']._serialized_start=1002
-  _globals['_LISTENGINESREQUEST']._serialized_end=1022
-  _globals['_LISTENGINESRESPONSE']._serialized_start=1024
-  _globals['_LISTENGINESRESPONSE']._serialized_end=1080
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=1082
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=1104
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=1107
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=1334
-  _globals['_GETLOADREQUEST']._serialized_start=1336
-  _globals['_GETLOADREQUEST']._serialized_end=1352
-  _globals['_ENGINELOAD']._serialized_start=1355
-  _globals['_ENGINELOAD']._serialized_end=1559
-  _globals['_GETLOADRESPONSE']._serialized_start=1561
-  _globals['_GETLOADRESPONSE']._serialized_end=1635
-  _globals['_GETCOMPACTIONSTATSREQUEST']._serialized_start=1637
-  _globals['_GETCOMPACTIONSTATSREQUEST']._serialized_end=1680
-  _globals['_COMPACTIONSTATS']._serialized_start=1683
-  _globals['_COMPACTIONSTATS']._serialized_end=1838
-  _globals['_GETCOMPACTIONSTATSRESPONSE']._serialized_start=1840
-  _globals['_GETCOMPACTIONSTATSRESPONSE']._serialized_end=1912
-  _globals['_ABORTREQUEST']._serialized_start=1914
-  _globals['_ABORTREQUEST']._serialized_end=1948
-  _globals['_ABORTRESPONSE']._serialized_start=1950
-  _globals['_ABORTRESPONSE']._serialized_end=1982
-  _globals['_DRAINREQUEST']._serialized_start=1984
-  _globals['_DRAINREQUEST']._serialized_end=2043
-  _globals['_DRAINRESPONSE']._serialized_start=2045
-  _globals['_DRAINRESPONSE']._serialized_end=2095
-  _globals['_CONTROL']._serialized_start=2098
-  _globals['_CONTROL']._serialized_end=2694
+  _globals['_LOADENGINEREQUEST']._serialized_end=330
+  _globals['_COMPACTIONDEFAULTS']._serialized_start=333
+  _globals['_COMPACTIONDEFAULTS']._serialized_end=471
+  _globals['_ENGINE']._serialized_start=474
+  _globals['_ENGINE']._serialized_end=913
+  _globals['_LOADENGINERESPONSE']._serialized_start=915
+  _globals['_LOADENGINERESPONSE']._serialized_end=969
+  _globals['_UNLOADENGINEREQUEST']._serialized_start=971
+  _globals['_UNLOADENGINEREQUEST']._serialized_end=1048
+  _globals['_UNLOADENGINERESPONSE']._serialized_start=1050
+  _globals['_UNLOADENGINERESPONSE']._serialized_end=1072
+  _globals['_LISTENGINESREQUEST']._serialized_start=1074
+  _globals['_LISTENGINESREQUEST']._serialized_end=1094
+  _globals['_LISTENGINESRESPONSE']._serialized_start=1096
+  _globals['_LISTENGINESRESPONSE']._serialized_end=1152
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=1154
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=1176
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=1179
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=1406
+  _globals['_GETLOADREQUEST']._serialized_start=1408
+  _globals['_GETLOADREQUEST']._serialized_end=1424
+  _globals['_ENGINELOAD']._serialized_start=1427
+  _globals['_ENGINELOAD']._serialized_end=1698
+  _globals['_GETLOADRESPONSE']._serialized_start=1700
+  _globals['_GETLOADRESPONSE']._serialized_end=1774
+  _globals['_GETCOMPACTIONSTATSREQUEST']._serialized_start=1776
+  _globals['_GETCOMPACTIONSTATSREQUEST']._serialized_end=1819
+  _globals['_COMPACTIONSTATS']._serialized_start=1822
+  _globals['_COMPACTIONSTATS']._serialized_end=1977
+  _globals['_GETCOMPACTIONSTATSRESPONSE']._serialized_start=1979
+  _globals['_GETCOMPACTIONSTATSRESPONSE']._serialized_end=2051
+  _globals['_ABORTREQUEST']._serialized_start=2053
+  _globals['_ABORTREQUEST']._serialized_end=2087
+  _globals['_ABORTRESPONSE']._serialized_start=2089
+  _globals['_ABORTRESPONSE']._serialized_end=2121
+  _globals['_DRAINREQUEST']._serialized_start=2123
+  _globals['_DRAINREQUEST']._serialized_end=2182
+  _globals['_DRAINRESPONSE']._serialized_start=2184
+  _globals['_DRAINRESPONSE']._serialized_end=2234
+  _globals['_CONTROL']._serialized_start=2237
+  _globals['_CONTROL']._serialized_end=2833
 # @@protoc_insertion_point(module_scope)

@@ -30,11 +30,14 @@ class LoadEngineRequest(_message.Message):
     KV_BYTES_FIELD_NUMBER: _builtins.int
     NUM_PAGES_FIELD_NUMBER: _builtins.int
     DEFAULT_COMPACTION_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHING_FIELD_NUMBER: _builtins.int
     artifact_id: _builtins.str
     name: _builtins.str
     """Name clients use; empty = the first 12 digits of the artifact id."""
     kv_bytes: _builtins.int
     num_pages: _builtins.int
+    prefix_caching: _builtins.bool
+    """Let requests go on from what earlier ones of the same cache_salt have computed [true]. Engines with linear caches never do."""
     @_builtins.property
     def default_compaction(self) -> Global___CompactionDefaults:
         """Applied to requests that do not choose; unset = off."""
@@ -47,13 +50,19 @@ class LoadEngineRequest(_message.Message):
         kv_bytes: _builtins.int = ...,
         num_pages: _builtins.int = ...,
         default_compaction: Global___CompactionDefaults | None = ...,
+        prefix_caching: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "default_compaction", b"default_compaction", "kv_bytes", b"kv_bytes", "num_pages", b"num_pages"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefix_caching", b"_prefix_caching", "capacity", b"capacity", "default_compaction", b"default_compaction", "kv_bytes", b"kv_bytes", "num_pages", b"num_pages", "prefix_caching", b"prefix_caching"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifact_id", b"artifact_id", "capacity", b"capacity", "default_compaction", b"default_compaction", "kv_bytes", b"kv_bytes", "name", b"name", "num_pages", b"num_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefix_caching", b"_prefix_caching", "artifact_id", b"artifact_id", "capacity", b"capacity", "default_compaction", b"default_compaction", "kv_bytes", b"kv_bytes", "name", b"name", "num_pages", b"num_pages", "prefix_caching", b"prefix_caching"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__prefix_caching: _TypeAlias = _typing.Literal["prefix_caching"]  # noqa: Y015
+    _WhichOneofArgType__prefix_caching: _TypeAlias = _typing.Literal["_prefix_caching", b"_prefix_caching"]  # noqa: Y015
     _WhichOneofReturnType_capacity: _TypeAlias = _typing.Literal["kv_bytes", "num_pages"]  # noqa: Y015
     _WhichOneofArgType_capacity: _TypeAlias = _typing.Literal["capacity", b"capacity"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_caching) -> _WhichOneofReturnType__prefix_caching | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_capacity) -> _WhichOneofReturnType_capacity | None: ...
 
 Global___LoadEngineRequest: _TypeAlias = LoadEngineRequest  # noqa: Y015
@@ -110,6 +119,7 @@ class Engine(_message.Message):
     CACHES_TOTAL_FIELD_NUMBER: _builtins.int
     LOAD_S_FIELD_NUMBER: _builtins.int
     DEFAULT_COMPACTION_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     artifact_id: _builtins.str
     model_name: _builtins.str
@@ -123,6 +133,8 @@ class Engine(_message.Message):
     caches_aliased: _builtins.int
     caches_total: _builtins.int
     load_s: _builtins.float
+    prefix_caching: _builtins.bool
+    """Requests go on from what earlier ones have computed."""
     @_builtins.property
     def profiles(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.OptimizationProfile]: ...
     @_builtins.property
@@ -145,10 +157,11 @@ class Engine(_message.Message):
         caches_total: _builtins.int = ...,
         load_s: _builtins.float = ...,
         default_compaction: Global___CompactionDefaults | None = ...,
+        prefix_caching: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_compaction", b"default_compaction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifact_id", b"artifact_id", "backend", b"backend", "caches_aliased", b"caches_aliased", "caches_total", b"caches_total", "default_compaction", b"default_compaction", "dtype", b"dtype", "kv_bytes", b"kv_bytes", "layout", b"layout", "load_s", b"load_s", "max_len", b"max_len", "model_name", b"model_name", "name", b"name", "num_pages", b"num_pages", "page_size", b"page_size", "profiles", b"profiles"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifact_id", b"artifact_id", "backend", b"backend", "caches_aliased", b"caches_aliased", "caches_total", b"caches_total", "default_compaction", b"default_compaction", "dtype", b"dtype", "kv_bytes", b"kv_bytes", "layout", b"layout", "load_s", b"load_s", "max_len", b"max_len", "model_name", b"model_name", "name", b"name", "num_pages", b"num_pages", "page_size", b"page_size", "prefix_caching", b"prefix_caching", "profiles", b"profiles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -331,15 +344,24 @@ class EngineLoad(_message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    PAGES_CACHED_FIELD_NUMBER: _builtins.int
+    PREFIX_QUERIES_FIELD_NUMBER: _builtins.int
+    PREFIX_HITS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     requests_waiting: _builtins.int
     requests_running: _builtins.int
     pages_total: _builtins.int
     pages_free: _builtins.int
+    """Cached ones included: they are taken when they are wanted."""
     steps: _builtins.int
     generated_tokens: _builtins.int
     prompt_tokens: _builtins.int
     preemptions: _builtins.int
+    pages_cached: _builtins.int
+    """Free pages that hold what later requests may go on from."""
+    prefix_queries: _builtins.int
+    """Prompt tokens looked for in the prefix cache, and those found there."""
+    prefix_hits: _builtins.int
     def __init__(
         self,
         *,
@@ -352,10 +374,13 @@ class EngineLoad(_message.Message):
         generated_tokens: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
         preemptions: _builtins.int = ...,
+        pages_cached: _builtins.int = ...,
+        prefix_queries: _builtins.int = ...,
+        prefix_hits: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated_tokens", b"generated_tokens", "name", b"name", "pages_free", b"pages_free", "pages_total", b"pages_total", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated_tokens", b"generated_tokens", "name", b"name", "pages_cached", b"pages_cached", "pages_free", b"pages_free", "pages_total", b"pages_total", "preemptions", b"preemptions", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries", "prompt_tokens", b"prompt_tokens", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

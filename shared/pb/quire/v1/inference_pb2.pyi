@@ -266,7 +266,7 @@ class KVOptions(_message.Message):
     OFF_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     cache_salt: _builtins.str
-    """Requests share prefix pages only within one salt."""
+    """Requests go on from one another's prefixes only within one salt; at most 256 bytes."""
     off: _builtins.bool
     @_builtins.property
     def policy(self) -> Global___CompactionOptions: ...
@@ -513,6 +513,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     generated_tokens: _builtins.int
     cached_tokens: _builtins.int
+    """Of the prompt, tokens that were found in the prefix cache and not computed."""
     compaction_rounds: _builtins.int
     tokens_evicted: _builtins.int
     pages_freed: _builtins.int

@@ -25,7 +25,7 @@ class Heard:
         self.calls.append((f"{sequence.request.request_id}.{sequence.index}", call))
 
     def started(self, sequence: Sequence) -> None:
-        assert sequence.computed == 0
+        assert not sequence.has_stepped
         self.note("started", sequence)
 
     def forked(self, parent: Sequence, child: Sequence) -> None:

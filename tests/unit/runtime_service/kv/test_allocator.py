@@ -84,10 +84,10 @@ def test_integrity_names_lost_pages_and_pages_that_are_both() -> None:
     """BR-033."""
     allocator = PageAllocator(4)
     allocator.check_integrity()
-    allocator._free.remove(PageId(2))
+    allocator._blank.remove(PageId(2))
     with pytest.raises(InternalError, match=r"lost: \[2\]"):
         allocator.check_integrity()
-    allocator._free.append(PageId(2))
+    allocator._blank.append(PageId(2))
     allocator._references[2] = 1
     with pytest.raises(InternalError, match=r"both free and used: \[2\]"):
         allocator.check_integrity()

@@ -12,6 +12,7 @@ from runtime_service.core.batch import PressureRound, ScheduledBatch
 from runtime_service.core.params import CompactionParams
 from runtime_service.core.sequence import Sequence, Status
 from runtime_service.kv.allocator import PageAllocator
+from runtime_service.kv.prefix_cache import PrefixCache
 from runtime_service.scheduler.scheduler import Scheduler
 from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout
 from shared.profiles import ProfileSet, parse_profile
@@ -29,12 +30,14 @@ class Bench:
         max_len: int = 400,
         layout: Layout = Layout.PAGED,
         profiles: tuple[str, ...] = ("decode=4x1", "prefill=2x8"),
+        prefix_caching: bool = False,
     ) -> None:
         group = LayerGroup(layers=(0,), kv_heads=1, head_dim=2, dtype=DType.FLOAT32)
         page_size = max_len if layout is Layout.LINEAR else page_size
         self.spec = KVCacheSpec((group,), layout, page_size, max_len)
         self.allocator = PageAllocator(num_pages + 1)
-        self.scheduler = Scheduler(self.spec, ProfileSet(tuple(map(parse_profile, profiles))), self.allocator)
+        self.prefixes = PrefixCache(self.allocator, page_size, enabled=prefix_caching)
+        self.scheduler = Scheduler(self.spec, ProfileSet(tuple(map(parse_profile, profiles))), self.allocator, self.prefixes)
         self.arrivals = itertools.count()
 
     def add(self, prompt: int, max_tokens: int = 100, *, compaction: CompactionParams | None = None, priority: int = 0) -> Sequence:
@@ -51,6 +54,7 @@ class Bench:
             for sequence in work.sequences:
                 assert sequence.physical_len + work.query_len <= len(sequence.pages) * self.spec.page_size
                 sequence.advance(work.query_len)
+                self.prefixes.publish(sequence)
                 if sequence.remaining == 0:
                     sequence.append(0)
                     if sequence.num_generated == sequence.request.stop.max_tokens:
