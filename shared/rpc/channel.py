@@ -31,6 +31,7 @@ def connect(options: ChannelOptions) -> grpc.Channel:
         ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 0),
+        ("grpc.lb_policy_name", "round_robin"),  # a name with several addresses: calls take turns, none is left idle
     ]
     if options.ca is None:
         if options.token and not is_loopback(options.address):

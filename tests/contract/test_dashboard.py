@@ -80,6 +80,8 @@ async def test_every_metric_that_is_asked_for_exists_and_every_one_is_asked_for(
     scaled_on = [m["pods"]["metric"]["name"] for m in yaml.safe_load((MONITORING / "hpa.yaml").read_text())["spec"]["metrics"]]
     assert scaled_on
     assert set(scaled_on) <= seen.names
+    adapter = yaml.safe_load((ROOT / "deploy/tools/prometheus_adapter.yaml").read_text())["rules"]["custom"]
+    assert [rule["seriesQuery"].partition("{")[0] for rule in adapter] == scaled_on
     documented = names_in((ROOT / "runtime_service/README.md").read_text())
     assert documented
     assert documented <= seen.names

@@ -168,8 +168,12 @@ def selectors(documents: list[dict]) -> list[str]:
 
 
 def encryption(documents: list[dict]) -> list[str]:
-    """A pod listens beyond its own loopback only with TLS and tokens."""
-    found = []
+    """A pod listens beyond its own loopback only with TLS and tokens, and its Service says so to gateways."""
+    found = [
+        f"Service {d['metadata']['name']} promises plaintext"
+        for d in documents
+        if d["kind"] == "Service" and any(port.get("appProtocol") == "kubernetes.io/h2c" for port in d["spec"]["ports"])
+    ]
     for where, _, container in containers(documents):
         values = environment(container)
         prefix = next((k.removesuffix("_DRAIN_S") for k in values if k.endswith("_DRAIN_S")), None)
@@ -210,6 +214,42 @@ def cache_fits(documents: list[dict]) -> list[str]:
     return found
 
 
+def ephemeral_storage_fits(documents: list[dict]) -> list[str]:
+    """A pod's emptyDirs count against its containers' limit of ephemeral storage: one that fills them as it may is not evicted."""
+    found = []
+    for where, pod, container in containers(documents):
+        limit = gibibytes(container.get("resources", {}).get("limits", {}).get("ephemeral-storage", "0Gi"))
+        volumes = sum(gibibytes(v["emptyDir"]["sizeLimit"]) for v in pod.get("volumes", []) if "emptyDir" in v)
+        if volumes > limit:
+            found.append(f"{where} may fill {volumes} GiB of emptyDirs, and is evicted at {limit}")
+    return found
+
+
+def gibibytes(quantity: str) -> float:
+    for suffix, share in (("Gi", 1), ("Mi", 1 / 1024)):
+        if quantity.endswith(suffix):
+            return float(quantity.removesuffix(suffix)) * share
+    raise ValueError(f"sizes are written in Gi or Mi; got {quantity}")
+
+
+def scaling(documents: list[dict]) -> list[str]:
+    """What an autoscaler counts is counted by nobody else."""
+    targets = {d["spec"]["scaleTargetRef"]["name"] for d in documents if d["kind"] == "HorizontalPodAutoscaler"}
+    return [f"{name} says replicas too" for name, d in workloads(documents) if name in targets and "replicas" in d["spec"]]
+
+
+def availability(documents: list[dict]) -> list[str]:
+    """A rollout or an eviction leaves one serving."""
+    at_least = {
+        d["spec"]["scaleTargetRef"]["name"]: d["spec"]["minReplicas"] for d in documents if d["kind"] == "HorizontalPodAutoscaler"
+    }
+    return [
+        f"{name} may have only one pod"
+        for name, d in workloads(documents)
+        if d["kind"] == "Deployment" and at_least.get(name, d["spec"].get("replicas", 1)) < 2
+    ]
+
+
 EVERYWHERE = (
     probes,
     probe_services,
@@ -222,5 +262,7 @@ EVERYWHERE = (
     selectors,
     settings,
     cache_fits,
+    ephemeral_storage_fits,
+    scaling,
 )
-PRODUCTION = (network, encryption)
+PRODUCTION = (network, encryption, availability)

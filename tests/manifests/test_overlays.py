@@ -188,6 +188,20 @@ MUTATIONS = {
         rules.cache_fits,
         with_environment(COMPILER, "QUIRE_COMPILER_STORE_CACHE_BYTES", str(50 << 30)),
     ),
+    "volumes beyond the pod's limit": (
+        rules.ephemeral_storage_fits,
+        lambda d: container_of(RUNTIME)(d)["resources"]["limits"].update({"ephemeral-storage": "16Gi"}),
+    ),
+    "replicas beside an autoscaler": (rules.scaling, lambda d: dict(rules.workloads(d))[RUNTIME]["spec"].update(replicas=1)),
+    "one compiler": (rules.availability, lambda d: dict(rules.workloads(d))[COMPILER]["spec"].update(replicas=1)),
+    "one runtime at times": (
+        rules.availability,
+        lambda d: next(h for h in d if h["kind"] == "HorizontalPodAutoscaler")["spec"].update(minReplicas=1),
+    ),
+    "a service that promises plaintext": (
+        rules.encryption,
+        lambda d: next(s for s in d if s["kind"] == "Service")["spec"]["ports"][0].update(appProtocol="kubernetes.io/h2c"),
+    ),
     "plaintext": (rules.encryption, without_environment(RUNTIME, "QUIRE_RUNTIME_TLS_CERTIFICATE")),
     "a variable that is misspelt": (
         rules.settings,

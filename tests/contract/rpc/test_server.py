@@ -1,5 +1,7 @@
 """A real server of ours on loopback: error mapping, health, bind rules."""
 
+import asyncio
+
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -90,8 +92,6 @@ async def test_not_serving_is_sticky_in_shutdown(address):
 
 
 async def test_a_token_reaches_the_server(address):
-    import asyncio
-
     options = channels.ChannelOptions(address[0], token="t0ken")
 
     def call():
@@ -99,6 +99,22 @@ async def test_a_token_reaches_the_server(address):
             return control_pb2_grpc.ControlStub(channel).GetServerInfo(control_pb2.GetServerInfoRequest()).version
 
     assert await asyncio.to_thread(call) == "Bearer t0ken"
+
+
+async def test_calls_of_one_client_reach_every_address(address):
+    """BR-169: one connection to one pod would leave the others idle."""
+    called = []
+    other = servers.Server(servers.ServerOptions("127.0.0.1:0"), [], on_call=lambda *call: called.append(call))
+    control_pb2_grpc.add_ControlServicer_to_server(Controls(), other.grpc)
+    both = f"ipv4:{address[0]},{await other.start()}"
+
+    def call_until_the_other_answers():
+        with channels.connect(channels.ChannelOptions(both)) as channel:
+            while not called:
+                control_pb2_grpc.ControlStub(channel).GetServerInfo(control_pb2.GetServerInfoRequest())
+
+    await asyncio.to_thread(call_until_the_other_answers)
+    await other.stop(0)
 
 
 @pytest.mark.parametrize("where", ["0.0.0.0:0", "10.1.2.3:50051", "[::]:1", "example.com:1"])
