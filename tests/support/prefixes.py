@@ -36,3 +36,12 @@ def check_prefixes(session: EngineSession, model: TinyModel) -> None:
         expected = first_keys(model, prefix.tokens, (prefix.depth - 1) * page_size)
         assert torch.allclose(keys[page], expected, rtol=1e-5, atol=1e-6), prefix
     assert len(index._prefixes) == len(index._by_page)
+
+
+class Colliding(int):
+    """A token id whose hash is that of every other."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return 1

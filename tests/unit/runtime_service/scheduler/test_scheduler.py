@@ -344,3 +344,34 @@ def test_a_fork_waits_for_a_place_in_the_batch(bench: type[Bench]) -> None:
     assert b.scheduler.fork(parent, sibling(b, parent)) is None
     b.scheduler.release(other)
     assert b.scheduler.fork(parent, sibling(b, parent)) == []
+
+
+def test_a_hit_takes_of_what_is_free_only_what_nobody_owns(bench: type[Bench]) -> None:
+    """12 pages: the first holds 4 and may grow by one, so 7 are left; the second needs 10, of which it shares 4."""
+    shared = bench(12, prefix_caching=True)
+    first = shared.add(16, max_tokens=2)
+    shared.step()
+    shared.step()
+    assert (first.computed, len(first.pages)) == (16, 4)
+    second = shared.add(40, max_tokens=2)
+    shared.step()
+    assert second.status is Status.RUNNING
+    assert second.pages[:4] == first.pages[:4]
+    assert second.reused == 16
+    shared.finish()
+    assert (shared.allocator.num_free, shared.allocator.num_cached) == (12, 10)
+
+
+def test_a_head_that_a_hit_does_not_make_fit_waits_and_takes_nothing(bench: type[Bench]) -> None:
+    """Idle pages that it would wake are free already: they are not counted twice."""
+    short = bench(12, prefix_caching=True)
+    short.add(16, max_tokens=1)
+    short.finish()
+    assert short.allocator.num_cached == 4
+    holder = short.add(4, max_tokens=30)
+    short.step()
+    long = short.add(44, max_tokens=1)
+    short.step()
+    assert (long.status, short.allocator.num_cached) == (Status.WAITING, 4)
+    assert holder.status is Status.RUNNING
+    short.finish()
