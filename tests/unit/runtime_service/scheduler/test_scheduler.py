@@ -349,7 +349,7 @@ def test_a_fork_waits_for_a_place_in_the_batch(bench: type[Bench]) -> None:
 def test_a_hit_takes_of_what_is_free_only_what_nobody_owns(bench: type[Bench]) -> None:
     """12 pages: the first holds 4 and may grow by one, so 7 are left; the second needs 10, of which it shares 4."""
     shared = bench(12, prefix_caching=True)
-    first = shared.add(16, max_tokens=2)
+    first = shared.add(16, max_tokens=4)
     shared.step()
     shared.step()
     assert (first.computed, len(first.pages)) == (16, 4)
