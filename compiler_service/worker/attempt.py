@@ -28,7 +28,10 @@ class Overdue:
 
 @dataclass(frozen=True, slots=True)
 class OverMemory:
+    """`container_bytes`: the limit of the container, where that was about to be reached and not the job's own."""
+
     rss_bytes: int
+    container_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +82,14 @@ def settle(result: Result, limits: JobLimits) -> Outcome | Retry | GiveBack | Dr
         case Overdue():
             message = f"the build ran longer than {limits.max_runtime_s:g} s (limits.max_runtime_s); raise it or compile less"
             return Outcome(JobState.TIMED_OUT, error=JobError(RunTimeout.reason, message, retryable=False))
-        case OverMemory(rss_bytes=rss_bytes):
+        case OverMemory(rss_bytes=rss_bytes, container_bytes=None):
             message = f"the build held {rss_bytes} bytes, more than {limits.max_host_bytes} (limits.max_host_bytes); raise it"
+            return Outcome(JobState.FAILED, error=JobError(MemoryExhausted.reason, message, retryable=False))
+        case OverMemory(rss_bytes=rss_bytes, container_bytes=container_bytes):
+            message = (
+                f"the compiler's container has {container_bytes} bytes and ran out of them while the build held {rss_bytes}; give "
+                "it more, or its service fewer build slots"
+            )
             return Outcome(JobState.FAILED, error=JobError(MemoryExhausted.reason, message, retryable=False))
         case ClaimLost():
             return Drop()

@@ -26,6 +26,7 @@ from compiler_service.worker.build_process import BuildProcess, Launcher
 from compiler_service.worker.protocol import AskToPublish, Failed, Progress, Request, Verb
 from compiler_service.worker.record import AttemptObserver, AttemptRecord
 from shared.artifacts.locate import StoreLocation
+from shared.cgroup import container_memory
 from shared.errors import Cancelled, InternalError, JobNotFound, JobStateConflict, QuireError, StoreUnavailable
 from shared.jobs.job import Claim, HeartbeatAnswer, Job, JobLimits, Outcome
 from shared.jobs.queue import JobQueue
@@ -39,6 +40,8 @@ MAX_BEAT_S = 1.0
 """Longest time between two heartbeats: a cancel reaches a build within it."""
 
 MEMORY_CHECK_S = 0.5
+RESERVE = 1 / 16
+"""Share of a container's memory that builds leave alone: once all is used up the kernel ends the container, service included."""
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
@@ -66,12 +69,15 @@ class _Monitor:
         self.peak_bytes = 0
 
     async def watch_memory(self, process: BuildProcess) -> Result:
-        """Returns when the build holds more than its limit."""
+        """Returns when the build holds more than its limit, or its container is about to run out."""
         while True:
             self.rss_bytes = await asyncio.to_thread(process.rss_bytes)
             self.peak_bytes = max(self.peak_bytes, self.rss_bytes)
             if self.rss_bytes > self._limits.max_host_bytes:
                 return OverMemory(self.rss_bytes)
+            container = await asyncio.to_thread(container_memory)
+            if container is not None and container.left_bytes < RESERVE * container.limit_bytes:
+                return OverMemory(self.rss_bytes, container.limit_bytes)
             await asyncio.sleep(MEMORY_CHECK_S)
 
 

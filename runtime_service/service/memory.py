@@ -6,26 +6,19 @@ from pathlib import Path
 
 import torch
 
+from shared.cgroup import CGROUP, container_memory
 from shared.errors import MemoryExhausted
 from shared.kv_spec import KVCacheSpec
 
 _MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
-def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Memory this process may still take: the host's, or less where a control group (a container) limits it.
-
-    Cached file pages, of weights that were just verified for one, are given back when memory is wanted: they count as free.
-    """
+def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = CGROUP) -> int:
+    """Memory this process may still take: the host's, or less where a container limits it."""
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     host = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = cgroup / "memory.max", cgroup / "memory.current"
-    if not limit.exists() or (text := limit.read_text().strip()) == "max":
-        return host
-    usage = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    cached = int(usage["active_file"]) + int(usage["inactive_file"])
-    return max(0, min(host, int(text) - int(used.read_text()) + cached))
+    container = container_memory(cgroup)
+    return host if container is None else min(host, container.left_bytes)
 
 
 def available_device_bytes(margin_bytes: int) -> int:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from compiler_service.worker import worker as worker_module
+from shared.cgroup import ContainerMemory
 from shared.jobs.job import JobLimits, JobState
 
 REPORT = [["fetch", 0.0, "source"], ["load", 0.5, "weights"], ["load", 1.0, "weights"]]
@@ -141,6 +143,18 @@ async def test_a_build_that_holds_too_much_memory(bench, tmp_path):
     assert (ended.state, ended.attempt, ended.error.reason) == (JobState.FAILED, 1, "MEMORY_EXHAUSTED")
     assert f"more than {limit} (limits.max_host_bytes)" in ended.error.message
     assert not any(map(is_running, pids))
+
+
+async def test_a_build_that_fills_the_container_ends_before_the_kernel_ends_the_service(bench, tmp_path, monkeypatch):
+    job, pids = await running_build(bench, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(worker_module, "container_memory", lambda: ContainerMemory(limit_bytes=1600, left_bytes=99))
+        ended, _ = await bench.end_of(job)
+    assert (ended.state, ended.error.reason) == (JobState.FAILED, "MEMORY_EXHAUSTED")
+    assert "container has 1600 bytes" in ended.error.message
+    assert not any(map(is_running, pids))
+    other, _ = await bench.end_of(await bench.submit(end="built"))
+    assert other.state is JobState.SUCCEEDED
 
 
 async def test_a_cancel_before_publication_refuses_it(bench, tmp_path):
