@@ -79,7 +79,7 @@ bench-gpu: setup ## an 8B-shaped decoder on this host's GPU: engine, service, ro
 bench-compaction: setup ## the movers beside a copy: on the GPU if there is one, else on the CPU
 	$(BIN)/python -m tests.bench.compaction
 
-compaction-soak: setup ## 10,000 rounds while requests fork, are preempted and are cancelled
+compaction-soak: setup ## 10,000 rounds while requests share prefixes, fork, are preempted and are cancelled
 	$(BIN)/python -m tests.property.compaction_soak --rounds 10000
 
 soak: load-soak ## load-soak, then 200 rounds of kill -9 of compilers, workers, builds and redis-server

@@ -54,8 +54,8 @@ class PrefixCache:
 
     def publish(self, sequence: Sequence) -> None:
         """A step of `sequence` has been launched. Pages with tokens that the host has not seen have to wait until it has."""
-        known = min(sequence.computed, sequence.logical_len - sequence.unseen) // self._page_size
-        if not self.enabled or sequence.is_compacted or known <= _depth(self._reached.get(sequence, "")):
+        known = (sequence.computed - sequence.unseen) // self._page_size
+        if known <= _depth(self._reached.get(sequence, "")) or sequence.is_compacted or not self.enabled:
             return
         reached = self._last_reached(sequence)
         for index in range(_depth(reached), known):

@@ -1,4 +1,5 @@
-"""`make bench-cpu`: decode and prefill of SmolLM2-135M (float32) through gRPC, in a bare engine loop and in eager transformers.
+"""`make bench-cpu`: decode and prefill of SmolLM2-135M (float32) through gRPC, in a bare engine loop and in eager transformers; and
+the time to the first token of a prompt that was asked before beside one that was not.
 
 All variants run in one process tree, round after round in turn, so that their ratios see the same machine. The roofline is the
 bandwidth of a float32 matrix-vector product over a matrix far larger than the caches, measured in every round too.
@@ -121,25 +122,41 @@ class Service:
         self.quire, self.engine = quire, engine
 
     def prefill(self, tokens: int) -> float:
+        return tokens / self.first_token(random_ids(tokens))
+
+    def first_token(self, ids: list[int]) -> float:
+        """Seconds."""
         started = time.perf_counter()
-        ((first, *_),) = asyncio.run(self._arrivals(batch=1, prompt=tokens, new=1))
-        return tokens / (first - started)
+        ((first, *_),) = asyncio.run(self._arrivals([ids], 1))
+        return first - started
 
     def decode(self, batch: int) -> float:
-        arrivals = asyncio.run(self._arrivals(batch, PROMPT, NEW + 8))
+        arrivals = asyncio.run(self._arrivals([random_ids(PROMPT) for _ in range(batch)], NEW + 8))
         begin, end = max(row[0] for row in arrivals), min(row[-1] for row in arrivals)
         return sum(begin < moment <= end for row in arrivals for moment in row) / (end - begin)
 
-    async def _arrivals(self, batch: int, prompt: int, new: int) -> list[list[float]]:
+    async def _arrivals(self, prompts: list[list[int]], new: int) -> list[list[float]]:
         """When each token of each stream came in."""
         async with grpc.aio.insecure_channel(self.quire.session.runtime_address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
 
-            async def read() -> list[float]:
-                request = greedy_request(self.engine, torch.randint(0, 1000, (prompt,)).tolist(), new)
+            async def read(prompt: list[int]) -> list[float]:
+                request = greedy_request(self.engine, prompt, new)
                 return [time.perf_counter() async for event in stub.Generate(request) for _ in event.delta.token_ids]
 
-            return await asyncio.gather(*(read() for _ in range(batch)))
+            return await asyncio.gather(*(read(prompt) for prompt in prompts))
+
+
+def random_ids(count: int) -> list[int]:
+    """A prompt that begins like no other, so that none of it is found in the prefix cache."""
+    return torch.randint(0, 1000, (count,)).tolist()
+
+
+def measure_hits(service: Service) -> dict[str, float]:
+    """Median seconds to the first token of a prompt: asked for the first time, and again."""
+    prompts = [random_ids(PREFILL) for _ in range(ROUNDS + 1)]
+    missed, hit = zip(*((service.first_token(ids), service.first_token(ids)) for ids in prompts), strict=True)
+    return {"missed": statistics.median(missed[1:]), "hit": statistics.median(hit[1:])}
 
 
 def measure(variants: dict[str, BareLoop | Eager | Service]) -> dict[str, dict[str, float]]:
@@ -176,7 +193,9 @@ def main() -> None:
         with store.open(artifact.model_id) as model:
             eager = Eager(model.path("config.json").parent)
         quire.load(artifact.artifact_id, "bench", NUM_PAGES)
-        results = measure({"grpc": Service(quire, "bench"), "bare": BareLoop(engine), "eager": eager})
+        service = Service(quire, "bench")
+        results = measure({"grpc": service, "bare": BareLoop(engine), "eager": eager})
+        hits = measure_hits(service)
         weights = engine.manifest.model.weights_bytes
     finally:
         stop_quire(quire)
@@ -196,7 +215,9 @@ def main() -> None:
             f"{row['bare'] / row['eager']:>12.2f}{row['bare'] / roof:>11.2f}{row['grpc'] / row['bare']:>11.2f}"
         )
     print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s, weights {weights / 1e6:.0f} MB")
-    write_json(out, results)
+    ratio = hits["missed"] / hits["hit"]
+    print(f"first token behind {PREFILL}: {hits['missed']:.3f} s; asked again {hits['hit']:.3f} s, {ratio:.1f} times sooner")
+    write_json(out, results | {"first_token_s": hits})
 
 
 if __name__ == "__main__":

@@ -58,3 +58,13 @@ def test_mixed_in_batches_with_different_arrivals(quire, smollm2, expected):
         got = in_parallel(calls, [0.15 * i for i in range(len(calls))])
         assert got == [tokens for _, tokens in group]
     quire.wait_for_pages(smollm2.name, quire.engine_load(smollm2.name).pages_total)
+
+
+def test_a_conversation_goes_on_from_the_pages_of_what_was_said(quire, smollm2_paged):
+    tokenizer, page = smollm2_paged.oracle.tokenizer, smollm2_paged.artifact.page_size
+    prompt = tokenizer.encode(PROMPTS[15])
+    answer = quire.greedy(smollm2_paged.name, prompt, 24).tokens
+    prompt_after = [*prompt, *answer, *tokenizer.encode(" Then the fox slept, and dreamt of")]
+    got = quire.greedy(smollm2_paged.name, prompt_after, 24)
+    assert got.usage.cached_tokens == (len(prompt) + len(answer) - 1) // page * page > 100  # the last token was never computed
+    assert got.tokens == smollm2_paged.oracle.greedy(prompt_after, 24).tokens

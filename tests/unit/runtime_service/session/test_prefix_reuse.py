@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import pytest
@@ -194,7 +195,7 @@ def test_a_failed_step_leaves_nothing_to_go_on_from() -> None:
         raise RuntimeError("device lost")
 
     engine.on_run = fail
-    assert isinstance(answer(loop, range(30)).error, InternalError)
+    assert isinstance(answer(loop, [9, 8, 7]).error, InternalError)
     engine.on_run = None
     assert loop.load().engines[0].pages_cached == 0
     again = answer(loop, range(20))
@@ -202,7 +203,7 @@ def test_a_failed_step_leaves_nothing_to_go_on_from() -> None:
 
 
 def test_tokens_that_came_to_nothing_are_nobodys_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits that are no numbers may come of what the pages hold: they are not offered again, found or computed."""
+    """BR-036. Logits that are no numbers may come of what the pages hold: they are not offered again, found or computed."""
     loop = serving(TinyEngine(), num_pages=40)
     answer(loop, range(20))
     with monkeypatch.context() as patched:
@@ -230,7 +231,7 @@ def test_an_engine_unloaded_takes_its_cache_with_it() -> None:
         for _ in range(2):
             (stream,) = submit(loop, request(range(20), 4))
             while not stream.is_ended:
-                pass
+                time.sleep(0.001)
             assert stream.usage.cached_tokens == 0
             loop.remove_engine("tiny", grace_s=10)
             loop.add_engine("tiny", TinyEngine(), tiny_tokenizer(), 40)
