@@ -15,12 +15,11 @@ from shared.kernels.compaction.modes import RowMode
 
 
 class KVView:
-    """What a policy may read of one sequence. Valid during one round; keys are gathered from the pool only when asked for."""
+    """What a policy may read of one sequence. Valid during one round; keys are read only when asked for."""
 
     def __init__(self, sequence: KVSequence, pool: KVPool) -> None:
         self._sequence = sequence
         self._pool = pool
-        self._page_index: torch.Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -37,16 +36,13 @@ class KVView:
         """Logical position of each entry, int32 `[rows, length]`; one row until a round lets heads keep entries of their own."""
         return self._sequence.positions
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Layers that hold every entry. Sliding-window layers do not: of what lies behind their window nothing is left."""
-        return tuple(layer for layer, group in self._pool.spec.iter_layers() if group.window is None)
+    def key_norms(self) -> list[torch.Tensor]:
+        """Norms of the keys of each layer that holds every entry, ascending: float32 `[kv_heads, length]`, on the pool's device.
 
-    def keys(self, layer: int) -> torch.Tensor:
-        """Keys as stored, rotated: `[kv_heads, length, head_dim]`, the pool's dtype, a copy."""
-        if self._page_index is None:
-            self._page_index = self._pool.page_index(self._sequence.pages, self.length)
-        return self._pool.keys(layer, self._page_index, self.length)
+        Sliding-window layers do not: of what lies behind their window nothing is left.
+        """
+        index = self._pool.page_index(self._sequence.pages, self.length)
+        return list(self._pool.key_norms(index, self.length).values())
 
 
 class Policy(Protocol):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
 from runtime_service.kv.allocator import Fence
 from shared.errors import MemoryExhausted
 from shared.ids import PageId
-from shared.kv_spec import KVCacheSpec
+from shared.kernels.key_norms.norms import KeyNorms, bind_key_norms
+from shared.kv_spec import KVCacheSpec, LayerGroup
 
 K, V = 0, 1
 """Index along the K/V axis."""
@@ -78,6 +80,15 @@ class KVPool:
         heads = rows.shape[1]
         return rows.transpose(0, 1).reshape(heads, -1, rows.shape[-1])[:, :length]
 
+    def key_norms(self, page_index: torch.Tensor, length: int) -> dict[int, torch.Tensor]:
+        """Norms of those keys in every layer that holds all entries, ascending: float32 `[kv_heads, length]` each."""
+        by_layer: dict[int, torch.Tensor] = {}
+        for group, norms in self._key_norms:
+            by_layer |= dict(
+                zip(group.layers, norms(page_index, length).view(len(group.layers), group.kv_heads, length), strict=True)
+            )
+        return dict(sorted(by_layer.items()))
+
     def copy_pages(self, copies: Sequence[tuple[PageId, PageId]]) -> None:
         """Copy the bytes of pages in every layer, each from a source to a target that is no source itself."""
         if not copies:
@@ -90,6 +101,11 @@ class KVPool:
     def fence(self) -> Fence | None:
         """Behind everything launched so far that touches the pool; None on a CPU, where what returns is done."""
         return StreamFence(self.device) if self.device.type == "cuda" else None
+
+    @cached_property
+    def _key_norms(self) -> list[tuple[LayerGroup, KeyNorms]]:
+        full = [group for group in self.spec.groups if group.window is None]
+        return [(group, bind_key_norms([self.by_page(layer)[:, K] for layer in group.layers])) for group in full]
 
     def _upload(self, pages: Sequence[PageId]) -> torch.Tensor:
         index = torch.tensor(pages, dtype=torch.int64)

@@ -25,13 +25,14 @@ class KNorm:
     reads_keys = True
 
     def score(self, view: KVView) -> NDArray[np.float32]:
-        by_layer = [torch.linalg.vector_norm(view.keys(layer), dim=-1, dtype=torch.float32) for layer in view.layers]
+        by_layer = view.key_norms()
         norms_RT = torch.cat(by_layer)  # a row for each head of each layer
         relative_RT = norms_RT / norms_RT.mean(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         match self.rows:
             case RowMode.UNION:
-                layers = torch.split(relative_RT, [len(norms_HT) for norms_HT in by_layer])
-                shared_RT = torch.stack([relative_HT.mean(dim=0) for relative_HT in layers]).mean(dim=0, keepdim=True)
+                # Every layer has one vote, however many heads it has.
+                votes_R = torch.tensor([1 / len(norms_HT) for norms_HT in by_layer for _ in norms_HT]) / len(by_layer)
+                shared_RT = (relative_RT * votes_R[:, None].to(relative_RT.device)).sum(dim=0, keepdim=True)
             case RowMode.PER_HEAD:
                 shared_RT = relative_RT.view(len(by_layer), -1, view.length).mean(dim=0)
             case RowMode.PER_LAYER_HEAD:

@@ -51,10 +51,11 @@ def view(norms: np.ndarray, positions: list[int] | None = None) -> KVView:
     return KVView(sequence, pool)
 
 
-def test_a_view_shows_lengths_positions_and_full_layers() -> None:
-    seen = view(np.ones((3, 2, 5)), positions=[0, 1, 7, 8, 9])
-    assert (seen.length, seen.logical_length, seen.positions.tolist(), seen.layers) == (5, 10, [[0, 1, 7, 8, 9]], (0, 2))
-    assert seen.keys(2).shape == (2, 5, 4)
+def test_a_view_shows_lengths_positions_and_the_keys_of_full_layers() -> None:
+    norms = np.arange(1.0, 31.0).reshape(3, 2, 5)
+    seen = view(norms, positions=[0, 1, 7, 8, 9])
+    assert (seen.length, seen.logical_length, seen.positions.tolist()) == (5, 10, [[0, 1, 7, 8, 9]])
+    assert [layer.tolist() for layer in seen.key_norms()] == [norms[0].tolist(), norms[2].tolist()]
 
 
 def test_sink_recent_keeps_the_newest_positions() -> None:
