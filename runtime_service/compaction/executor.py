@@ -10,7 +10,7 @@ import torch
 
 from runtime_service.compaction.plan import CompactionPlan
 from runtime_service.kv.pool import KVPool
-from shared.kernels.compaction.inputs import RequestRound, RoundInputs, upload
+from shared.kernels.compaction.inputs import RequestRound, RoundInputs, reserve_uploads, upload
 from shared.kernels.compaction.layout import CacheLayout
 from shared.kernels.compaction.modes import Mode, RowMode
 from shared.kernels.compaction.params import CompactionParams, build_compaction_params, compact
@@ -63,6 +63,8 @@ class RoundExecutor:
         # To a power of two, so that budgets that grow from request to request are not bound one by one.
         capacity = min(1 << (keep - 1).bit_length(), self._pools[0].spec.max_len)
         inputs = RoundInputs.allocate(target, row_mode=rows, keep_capacity=capacity, tail_capacity=self._max_tail)
+        if self._pools[0].device.type == "cuda":
+            reserve_uploads(max(inputs.kept.nbytes, *(table.nbytes for table in self._tables)))
         return build_compaction_params(target, inputs, draft=draft[0] if draft else None, scrub=True)
 
 

@@ -84,9 +84,8 @@ class KVPool:
         """Norms of those keys in every layer that holds all entries, ascending: float32 `[kv_heads, length]` each."""
         by_layer: dict[int, torch.Tensor] = {}
         for group, norms in self._key_norms:
-            by_layer |= dict(
-                zip(group.layers, norms(page_index, length).view(len(group.layers), group.kv_heads, length), strict=True)
-            )
+            norms_LHT = norms(page_index, length).view(len(group.layers), group.kv_heads, length)
+            by_layer |= dict(zip(group.layers, norms_LHT, strict=True))
         return dict(sorted(by_layer.items()))
 
     def copy_pages(self, copies: Sequence[tuple[PageId, PageId]]) -> None:

@@ -12,6 +12,10 @@ from numpy.typing import NDArray
 from shared.kernels.compaction.layout import CacheLayout, Family
 from shared.kernels.compaction.modes import RowMode
 
+_MOST_RESERVED = 4 << 20
+_UPLOADS_IN_FLIGHT = 8
+"""Of one size: those of a round, and of the rounds that the device has yet to reach."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestRound:
@@ -129,6 +133,14 @@ def upload(values: NDArray[np.int32], target: torch.Tensor) -> None:
     until a device has read it, so the next round's values never overwrite those of one in flight."""
     host = torch.from_numpy(values)
     target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
+
+
+def reserve_uploads(largest: int) -> None:
+    """Have torch hold pinned memory for uploads of up to `largest` bytes, some of each size: the driver, asked for more while
+    steps run, may wait for them."""
+    sizes = [1 << bits for bits in range(9, min(largest, _MOST_RESERVED).bit_length() + 1)]
+    blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes for _ in range(_UPLOADS_IN_FLIGHT)]
+    del blocks  # torch keeps what it was given back
 
 
 def decision_rows(layout: CacheLayout, row_mode: RowMode) -> int:

@@ -1,4 +1,4 @@
-"""Norms of a sequence's keys as they lie in the pools: what a policy scores entries by, in one launch and without a gathered copy."""
+"""Norms of a sequence's keys as they lie in the pools, which a policy scores entries by: one launch, no gathered copy."""
 
 from __future__ import annotations
 

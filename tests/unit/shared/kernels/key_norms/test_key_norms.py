@@ -37,5 +37,5 @@ def test_layers_that_differ_are_refused() -> None:
     keys = pools("paged", 2, 4, 8, torch.float32)
     with pytest.raises(ValueError, match="layers must be alike"):
         BoundKeyNorms([keys[0], keys[1][:, :1]])
-    with pytest.raises(ValueError, match="to be scored, got torch.int8"):
+    with pytest.raises(ValueError, match=r"to be scored, got torch\.int8"):
         BoundKeyNorms([layer.to(torch.int8) for layer in keys])
