@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+import torch
+
 from compiler_service.export.program import DecoderProgram
 from compiler_service.lowering import spec
 from compiler_service.lowering.passes.canonical_order import canonical_order
@@ -39,6 +41,11 @@ POOL_PASSES = (Stage(group_linears, PAGED_RULES),)
 def lower_to_linear(program: DecoderProgram) -> DecoderProgram:
     """The export in functional form: still the linear caches, still to be proven."""
     return _run(PASSES, program)
+
+
+def has_own_attention(program: DecoderProgram) -> bool:
+    """Whether the program's attention is quire::attend, as our own export's is."""
+    return bool(program.program.graph.find_nodes(op="call_function", target=torch.ops.quire.attend.default))
 
 
 def lower_to_pools(program: DecoderProgram, proven_writes: Collection[str]) -> DecoderProgram:

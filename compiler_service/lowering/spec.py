@@ -55,8 +55,9 @@ def everything_is_read(program: DecoderProgram) -> Iterator[str]:
 
 
 def inputs_are_bindings(program: DecoderProgram) -> Iterator[str]:
-    """The user inputs are the tokens, the block table and one pool a layer, in that order."""
-    wanted = [INPUT_IDS, POSITION_IDS, WRITE_START, LAST_INDEX, BLOCK_TABLE]
+    """The user inputs are the tokens, the block table and one pool a layer, in order; adopted programs may take no positions."""
+    positions = [POSITION_IDS] if POSITION_IDS in program.inputs.values() else []
+    wanted = [INPUT_IDS, *positions, WRITE_START, LAST_INDEX, BLOCK_TABLE]
     wanted += [pool_name(layer) for layer in range(program.cache.num_layers)]
     got = [program.inputs.get(name, name) for name in program.program.graph_signature.user_inputs]
     if got != wanted:

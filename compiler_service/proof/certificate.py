@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch.export import ExportedProgram
 
+from compiler_service.proof.algebra import ONE
 from compiler_service.proof.bounds import find_overrun
 from compiler_service.proof.consistency import Readers, find_inconsistency, find_readers
 from compiler_service.proof.evaluate import Values
@@ -15,6 +16,7 @@ from compiler_service.proof.positions import find_wrong_positions
 from compiler_service.proof.program import CacheDecl, Program, read_program, shared_memory
 from compiler_service.proof.verdict import Proved, Refuted, Run, Unknown, Verdict
 from compiler_service.proof.writes import Write, read_write
+from shared.bindings import WRITE_START
 from shared.errors import WriteNotProven
 from shared.manifest import WriteCertificate
 from shared.profiles import OptimizationProfile
@@ -34,6 +36,13 @@ class WriteProof:
     @property
     def run(self) -> Run | None:
         return self.verdict.run if isinstance(self.verdict, Proved) else None
+
+    def require_start(self, starts: str) -> None:
+        """WriteNotProven unless each row of this proven write begins where the input `starts` [rows] says."""
+        assert self.run is not None
+        own = {f"{starts}[row]"} | ({f"{starts}[0]", starts} if self.run.rows == ONE else set())
+        if str(self.run.start) not in own:
+            raise WriteNotProven(f"{self.node} writes {self.cache} from {self.run.start}; the engine's starts are {WRITE_START}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 
 from torch import fx
 
 from compiler_service.proof import algebra, rules
-from compiler_service.proof.algebra import ONE, ZERO, Grid, Linear
+from compiler_service.proof.algebra import ONE, ZERO, Linear
 from compiler_service.proof.attention import Attention, attentions_over
 from compiler_service.proof.evaluate import Values, bind
-from compiler_service.proof.masks import visible_where
+from compiler_service.proof.masks import Bound, visible_where
 from compiler_service.proof.program import Program
 from compiler_service.proof.verdict import Refuted, Run, Unknown
 from compiler_service.proof.writes import Write
@@ -84,29 +83,43 @@ def _masked(program: Program, values: Values, attention: Attention, run: Run) ->
         return Refuted(f"{node.name} counts its causal mask from cell 0, {run.cache} is written from {run.start} on", node.name)
     if not attention.masks:
         return Refuted(f"{node.name} has no mask: it sees all {cells} cells, written or not", node.name)
-    readable = [bounds for mask in attention.masks if (bounds := visible_where(program, values, mask)) is not None]
-    if not readable:
-        names = ", ".join(mask.node.name for mask in attention.masks)
-        return Unknown(f"the mask {names} is no comparison of cells with start + query", node.name)
-    conditions = sorted((bound for bounds in readable for bound in bounds), key=lambda bound: bound.steps[-1:])
-    kinds = [_read_bound(bound, run, cache, node) for bound in conditions]
-    objections = [kind for kind in kinds if not isinstance(kind, _Kind)]
-    if objections:
-        return objections[0]
-    if _Kind.FRONTIER not in kinds:
+    conditions = read_conditions(program, values, attention, run)
+    if not isinstance(conditions, list):
+        return conditions
+    if not any(seen.up_to_own for seen in conditions):
         return Unknown(f"the mask of {node.name} lets queries see cells after their own", node.name)
     return None
 
 
-class _Kind(Enum):
-    """What one condition of a mask does: let query `i` see cells up to `start + i`, or only hide more."""
+def read_conditions(program: Program, values: Values, attention: Attention, run: Run) -> list[Seen] | Objection:
+    """What the masks of `attention` say, condition by condition; an objection where one follows another start than the write."""
+    node, cache = attention.node, values.shape(program.caches[run.cache].old)
+    readable = [bounds for mask in attention.masks if (bounds := visible_where(program, values, mask)) is not None]
+    if not readable:
+        names = ", ".join(mask.node.name for mask in attention.masks)
+        return Unknown(f"the mask {names} is no comparison of cells with start + query", node.name)
+    conditions = []
+    for bound in sorted((bound for found in readable for bound in found), key=lambda bound: bound.grid.steps[-1:]):
+        seen = _read_bound(bound, run, cache, node)
+        if not isinstance(seen, Seen):
+            return seen
+        conditions.append(seen)
+    return conditions
 
-    FRONTIER = auto()
-    NARROWER = auto()
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one condition of a mask lets query `i` see: cells up to its own, `start + i`; the `newest` so many of those up to it;
+    those of its own `chunk` of so many; or, with none of these, every cell there is."""
+
+    up_to_own: bool = False
+    newest: int | None = None
+    chunk: int | None = None
 
 
-def _read_bound(bound: Grid, run: Run, cache: Sequence[Linear], node: fx.Node) -> _Kind | Objection:
-    """What `bound >= 0` says about the cells a query sees; an objection where it follows another start than the write."""
+def _read_bound(condition: Bound, run: Run, cache: Sequence[Linear], node: fx.Node) -> Seen | Objection:
+    """What one condition says about the cells a query sees; an objection where it follows another start than the write."""
+    bound = condition.grid
     cells = cache[run.axis]
     if bound.rank < 2 or bound.shape[-1] not in (ONE, cells) or bound.shape[-2] not in (ONE, run.length):
         return Unknown(f"the mask of {node.name} is not [.., queries, cells]", node.name)
@@ -115,18 +128,23 @@ def _read_bound(bound: Grid, run: Run, cache: Sequence[Linear], node: fx.Node) -
     if base is None or bound.base.varies_along(cell) or bound.base.varies_along(query):
         return Unknown(f"the mask of {node.name} differs between heads, or is no straight line over queries and cells", node.name)
     slope = (bound.steps[query] if run.length != ONE else -bound.steps[cell], bound.steps[cell])
+    if condition.chunk is not None:  # cell and base + query lie in one chunk
+        if slope != (1, -1):
+            return Unknown(f"the mask of {node.name} compares chunks of something else than cells and queries", node.name)
+        whole = cells.is_constant and cells.const <= condition.chunk
+        return _same_start(run, base, node) or Seen(chunk=None if whole else condition.chunk)
     if slope == (1, -1):  # cell <= base + query
-        return _same_start(run, base, node) or _Kind.FRONTIER
+        return _same_start(run, base, node) or Seen(up_to_own=True)
     if slope == (-1, 1):  # cell >= query - base
         window = base + run.start
         if not window.is_constant:
             return _differs(run, window, f"the window of {node.name} follows {base.scaled(-1)}", node)
         hides_itself = Refuted(f"the window of {node.name} hides a query's own cell", node.name)
-        return _Kind.NARROWER if window.const >= 0 else hides_itself
+        return Seen(newest=window.const + 1) if window.const >= 0 else hides_itself
     if slope == (0, -1) and ((base - cells + ONE).is_nonnegative or base == run.start + run.length - ONE):
-        return _Kind.NARROWER  # cell < max_len, or cell < start + length
+        return Seen()  # cell < max_len, or cell < start + length
     if slope == (0, 1) and base.is_nonnegative:
-        return _Kind.NARROWER  # cell >= 0
+        return Seen()  # cell >= 0
     return Unknown(f"the mask of {node.name} holds a condition that is neither causal nor a window", node.name)
 
 

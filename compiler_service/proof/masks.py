@@ -1,12 +1,14 @@
 """Attention masks as inequalities over the index algebra: which cells a query may see.
 
-A mask is read as a conjunction: the cell is visible where every `bound >= 0`, each bound an affine grid over
-`[.., query, cell]`. Boolean masks are comparisons; additive ones are 0 where such a condition holds and very negative where not.
+A mask is read as a conjunction of bounds, affine grids over `[.., query, cell]`: the cell is visible where each is at least 0, or,
+of a chunked mask, where query and cell lie in one chunk. Boolean masks are comparisons; additive ones are 0 where such a condition
+holds and very negative where not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor, fx
 
@@ -16,7 +18,16 @@ from compiler_service.proof.attention import Mask
 from compiler_service.proof.evaluate import Values, bind
 from compiler_service.proof.program import Program
 
-Bounds = tuple[Grid, ...]
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """`grid >= 0`; with `chunk`, `grid` is the difference query - cell of two numbers in one chunk of so many, counted from 0."""
+
+    grid: Grid
+    chunk: int | None = None
+
+
+Bounds = tuple[Bound, ...]
 
 _HIDDEN = -1e4
 """An additive mask hides what it lowers by at least this much (float16 models use numbers near its minimum, -65504)."""
@@ -40,6 +51,8 @@ class _Reader:
         arguments = bind(node) if node.op == "call_function" else {}
         if name in rules.AT_MOST:
             return self._comparison(node, arguments)
+        if name in rules.EQUALITY:
+            return self._one_chunk(node, arguments)
         if name in rules.CHOICES:
             return self._choice(arguments)
         if name in rules.FILL_MASKED and self._number(arguments["self"]) == 0 and self._hides(arguments["value"]):
@@ -56,24 +69,48 @@ class _Reader:
     def _moved(self, node: fx.Node) -> Bounds | None:
         operand = _moved_operand(node)
         inner = self.read(operand) if isinstance(operand, fx.Node) else None
-        return None if inner is None else _all(self._values.moved(node, bound) for bound in inner)
+        return None if inner is None else _each(inner, lambda grid: self._values.moved(node, grid))
 
     def _both(self, node: fx.Node, arguments: dict[str, object]) -> Bounds | None:
-        found: list[Grid | None] = []
+        found: Bounds = ()
         for name in ("self", "other"):
             side = arguments[name]
             inner = self.read(side) if isinstance(side, fx.Node) else None
-            if inner is None:
+            repeated = inner and _each(inner, lambda grid: algebra.broadcast(grid, self._values.shape(node)))
+            if repeated is None:
                 return None
-            found += [algebra.broadcast(bound, self._values.shape(node)) for bound in inner]
-        return _all(found)
+            found += repeated
+        return found
 
     def _comparison(self, node: fx.Node, arguments: dict[str, object]) -> Bounds | None:
         sign, slack = rules.AT_MOST[str(node.target)]
         left, right = self._integers(arguments["self"]), self._integers(arguments["other"])
         difference = algebra.add(left, right, -1) if left is not None and right is not None else None
         bound = difference and algebra.add(algebra.scale(difference, sign), algebra.uniform(algebra.constant(slack)))
-        return None if bound is None else _all([algebra.broadcast(bound, self._values.shape(node))])
+        return None if bound is None else _each((Bound(bound),), lambda grid: algebra.broadcast(grid, self._values.shape(node)))
+
+    def _one_chunk(self, node: fx.Node, arguments: dict[str, object]) -> Bounds | None:
+        """`x // n == y // n`."""
+        left, right = self._quotient(arguments["self"]), self._quotient(arguments["other"])
+        if left is None or right is None or left[1] != right[1]:
+            return None
+        difference = algebra.add(left[0], right[0], -1)
+        difference = difference and algebra.broadcast(difference, self._values.shape(node))
+        if difference is None:
+            return None
+        if difference.rank and difference.steps[-1] > 0:  # cell - query
+            difference = algebra.scale(difference, -1)
+        return (Bound(difference, chunk=left[1]),)
+
+    def _quotient(self, value: object) -> tuple[Grid, int] | None:
+        """(dividend, divisor) of a division that rounds down to integers."""
+        if not isinstance(value, fx.Node) or str(value.target) not in rules.FLOOR_DIVISIONS:
+            return None
+        arguments = bind(value)
+        dividend, divisor = self._integers(arguments["self"]), arguments["other"]
+        if dividend is None or not isinstance(divisor, int) or divisor < 1:
+            return None
+        return dividend, divisor
 
     def _choice(self, arguments: dict[str, object]) -> Bounds | None:
         condition, held, other = arguments["condition"], arguments["self"], arguments["other"]
@@ -85,10 +122,9 @@ class _Reader:
 
     def negated(self, condition: object) -> Bounds | None:
         inner = self.read(condition) if isinstance(condition, fx.Node) else None
-        if inner is None or len(inner) != 1:  # the opposite of several conditions is no conjunction
+        if inner is None or len(inner) != 1 or inner[0].chunk is not None:  # the opposite of several conditions is no conjunction
             return None
-        opposite = algebra.add(algebra.scale(inner[0], -1), algebra.uniform(algebra.constant(-1)))
-        return _all([opposite])
+        return _each(inner, lambda grid: algebra.add(algebra.scale(grid, -1), algebra.uniform(algebra.constant(-1))))
 
     def _integers(self, value: object) -> Grid | None:
         if isinstance(value, int) and not isinstance(value, bool):
@@ -125,8 +161,7 @@ def _moved_operand(node: fx.Node) -> object:
     return arguments.get("self", arguments.get("a"))
 
 
-def _all(bounds: Iterable[Grid | None]) -> Bounds | None:
-    """The bounds, unless one of them is missing: half a conjunction would see too much."""
-    found = tuple(bounds)
-    known = tuple(bound for bound in found if bound is not None)
-    return known if len(known) == len(found) else None
+def _each(bounds: Bounds, change: Callable[[Grid], Grid | None]) -> Bounds | None:
+    """The bounds with `change` done to their grids, unless one is lost on the way: half a conjunction would see too much."""
+    found = tuple(Bound(grid, bound.chunk) for bound in bounds if (grid := change(bound.grid)) is not None)
+    return found if len(found) == len(bounds) else None

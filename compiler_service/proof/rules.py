@@ -197,6 +197,12 @@ def _item(op: Operands) -> Grid | None:
     return None if value.varying_axes else algebra.uniform(value.base)
 
 
+def _index(op: Operands) -> Grid | None:
+    """Whatever is picked of a tensor whose elements are all the same."""
+    value = op.grid("self")
+    return None if value.varying_axes else algebra.uniform(value.base, op.shape)
+
+
 def _copy(op: Operands) -> Grid | None:
     return algebra.broadcast(op.grid("src"), op.shape)
 
@@ -238,6 +244,7 @@ TABLE: Mapping[str, Rule] = {
     **dict.fromkeys(_aten("cumsum"), _cumsum),
     **dict.fromkeys(_aten("cat"), _cat),
     **dict.fromkeys(_aten("where.self"), _where),
+    **dict.fromkeys(_aten("index.Tensor"), _index),
     **dict.fromkeys(_aten("item _local_scalar_dense"), _item),
 }
 
@@ -277,6 +284,7 @@ METADATA = frozenset(
 
 SLICE = "aten.slice.Tensor"
 EXPAND = "aten.expand.default"
+FLOOR_DIVISIONS = frozenset(_aten("floor_divide floor_divide.Scalar"))
 EQUALITY = frozenset(_aten("eq.Scalar eq.Tensor"))
 
 LAYOUT = frozenset(

@@ -28,7 +28,7 @@ from shared.gpu import compute_capability
 from shared.inductor.files import CONSTANTS_FILE, PACKAGE_DIRECTORY
 from shared.inductor.isa import host_features
 from shared.inductor.package import Package
-from shared.inductor.probe import find_faults
+from shared.inductor.probe import find_faults, without_positions
 from shared.inductor.read_back import compare_pools
 from shared.inductor.toolchain import CPU_ISA, runtime_toolchain
 from shared.manifest import EngineManifest, decode_engine_manifest, decode_model_manifest
@@ -76,7 +76,8 @@ class EngineLoader:
             weights = self._weights.get(model_id, model.path(WEIGHTS_FILE), device)
             constants = load_file(engine.path(CONSTANTS_FILE), device=device)
             bound = package.bind({**constants, **_bound_weights(manifest, weights)})
-            if faults := find_faults(bound.run, manifest.cache, manifest.profiles, manifest.model.vocab_size, device):
+            run = bound.run if manifest.takes_positions else without_positions(bound.run)
+            if faults := find_faults(run, manifest.cache, manifest.profiles, manifest.model.vocab_size, device):
                 _require("probe", "no fault", "; ".join(faults))
             steps = HostSteps(bound, manifest) if device == "cpu" else GraphedSteps(bound.run, manifest)
             return InductorEngine(manifest, steps, weights, resources.pop_all())

@@ -42,6 +42,11 @@ def find_faults(run: Run, cache: KVCacheSpec, profiles: ProfileSet, vocab_size: 
     return faults
 
 
+def without_positions(run: Run) -> Run:
+    """A step of an engine that counts positions by its cells, as one that is given them."""
+    return lambda inputs: run([inputs[0], *inputs[2:]])
+
+
 def _foreign_writes(run: Run, make: Make, cache: KVCacheSpec, shape: OptimizationProfile, vocab_size: int) -> Iterator[str]:
     """The new tokens' cells must change, at the caller's addresses, and no other bit of any pool."""
     batch, query_len = shape.batch.min, shape.query_len.min

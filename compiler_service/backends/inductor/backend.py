@@ -10,8 +10,10 @@ from compiler_service.backends.inductor.build import BACKEND, build_engine
 from compiler_service.backends.inductor.probe import verify_engine
 from compiler_service.backends.inductor.target import BuildTarget, build_toolchain, choose_target
 from compiler_service.export.program import DecoderProgram
-from compiler_service.lowering.lower import lower_to_linear, lower_to_pools
+from compiler_service.lowering.lower import has_own_attention, lower_to_linear, lower_to_pools
+from compiler_service.lowering.passes.attend_by_start import attend_by_start
 from compiler_service.proof.certificate import ProofReport
+from compiler_service.proof.decoder import read_proven_layers
 from shared.bindings import AliasedBinding, pool_name
 from shared.manifest import Target
 
@@ -46,6 +48,8 @@ class InductorBackend:
         return lower_to_linear(exported)
 
     def place_caches(self, linear: DecoderProgram, report: ProofReport) -> DecoderProgram:
+        if not has_own_attention(linear):
+            linear = attend_by_start(linear, read_proven_layers(linear, report))
         return lower_to_pools(linear, report.proven_nodes)
 
     def alias_of(self, cache: str) -> AliasedBinding:

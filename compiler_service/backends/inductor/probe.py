@@ -8,13 +8,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, fx
+from torch.nn.functional import pad
+from torch.utils import _pytree as pytree
 
 from compiler_service.backends.backend import BuiltEngine
 from compiler_service.export.program import DecoderProgram
-from shared.errors import BuildFailed
+from shared.bindings import INPUT_IDS, LAST_INDEX, POSITION_IDS, WRITE_START, cache_name
+from shared.errors import BuildFailed, UnsupportedModel
 from shared.inductor.files import CONSTANTS_FILE, PACKAGE_DIRECTORY
 from shared.inductor.package import BoundPackage, Package
-from shared.inductor.probe import find_faults
+from shared.inductor.probe import Run, find_faults, without_positions
 from shared.inductor.sample_step import SampleStep, gather_rows, logits_differ, sample_step, scatter_rows
 from shared.profiles import OptimizationProfile
 
@@ -31,10 +34,11 @@ def verify_engine(built: BuiltEngine, exported: DecoderProgram, weights: Path) -
     tensors = load_file(weights, device=device)
     package = _bind(built, tensors)
     reference = _eager(exported, tensors)
+    run = package.run if POSITION_IDS in exported.inputs.values() else without_positions(package.run)
     for profile in exported.profiles.profiles:
         for batch, query_len in _shapes(profile):
-            _compare(package, reference, exported, profile.name, batch, query_len, device)
-    if faults := find_faults(package.run, exported.cache, exported.profiles, exported.vocab_size, device):
+            _compare(run, reference, exported, profile.name, batch, query_len, device)
+    if faults := find_faults(run, exported.cache, exported.profiles, exported.vocab_size, device):
         raise BuildFailed(f"the engine fails its probe: {'; '.join(faults)}")
 
 
@@ -58,7 +62,7 @@ def _shapes(profile: OptimizationProfile) -> Iterator[tuple[int, int]]:
 
 
 def _compare(
-    package: BoundPackage,
+    run: Run,
     reference: fx.GraphModule,
     exported: DecoderProgram,
     profile: str,
@@ -69,30 +73,47 @@ def _compare(
     start = min(_HISTORY, exported.cache.max_len - query_len)
     text = sample_step(exported.cache, exported.vocab_size, batch=batch, query_len=start + query_len, start=0, device=device)
     step, caches = text.chunk(slice(start, start + query_len)), _caches(exported, text)
-    if start:
-        # The model's own history, as in service: behind noise, rounding in bfloat16 alone can turn a real model's logits around.
-        _run_linear(reference, text.chunk(slice(0, start)), caches)
-        for pool, keys, values in zip(text.pools, *caches, strict=True):
-            scatter_rows(exported.cache, pool, text.block_table, keys[:, :, :start], values[:, :, :start])
-    wanted = _run_linear(reference, step, caches)
     try:
-        got = package.run(step.inputs)
+        if start:
+            # The model's own history, as in service: behind noise, rounding in bfloat16 alone can turn its logits around.
+            _run_linear(reference, exported, text.chunk(slice(0, start)), caches)
+            for layer, pool in enumerate(text.pools):
+                keys, values = (caches[cache_name(layer, kind)][:, :, :start] for kind in "kv")
+                scatter_rows(exported.cache, pool, text.block_table, keys, values)
+        wanted = _run_linear(reference, exported, step, caches)
+    except RuntimeError as error:  # an assertion of the program's own
+        raise UnsupportedModel(
+            f"the program itself does not run with batch {batch} and query length {query_len}, which profile {profile} asks for: "
+            f"{error}. Export it so that it does, or ask for other profiles"
+        ) from error
+    try:
+        got = run(step.inputs)
     except RuntimeError as error:
         raise BuildFailed(f"profile {profile} does not run with batch {batch} and query length {query_len}: {error}") from error
     if difference := logits_differ(got, wanted, step.pools[0].dtype):
         raise BuildFailed(f"profile {profile} with batch {batch} and query length {query_len}: {difference}")
 
 
-def _caches(exported: DecoderProgram, text: SampleStep) -> tuple[list[Tensor], list[Tensor]]:
-    """Linear caches as long as the text: keys and values of each layer, copies of what the pools hold."""
-    rows = [gather_rows(exported.cache, pool, text.block_table, text.input_ids.shape[1]) for pool in text.pools]
-    return [keys for keys, _ in rows], [values for _, values in rows]
+def _caches(exported: DecoderProgram, text: SampleStep) -> dict[str, Tensor]:
+    """Linear caches by their names, as long as the text or as the program wants them: copies of what the pools hold."""
+    traced = {node.name: node.meta["val"] for node in exported.program.graph.find_nodes(op="placeholder")}
+    caches = {}
+    for layer, pool in enumerate(text.pools):
+        rows = gather_rows(exported.cache, pool, text.block_table, text.input_ids.shape[1])
+        for kind, held in zip("kv", rows, strict=True):
+            length = traced[exported.placeholder(cache_name(layer, kind))].shape[2]
+            missing = length - held.shape[2] if isinstance(length, int) else 0
+            caches[cache_name(layer, kind)] = pad(held, (0, 0, 0, missing))
+    return caches
 
 
-def _run_linear(reference: fx.GraphModule, step: SampleStep, caches: tuple[list[Tensor], list[Tensor]]) -> Tensor:
+def _run_linear(reference: fx.GraphModule, exported: DecoderProgram, step: SampleStep, caches: dict[str, Tensor]) -> Tensor:
     """Logits; the new keys and values are written into `caches`."""
-    k_cache, v_cache = caches
+    tokens = (step.input_ids, step.position_ids, step.write_start, step.last_index)
+    given = caches | dict(zip((INPUT_IDS, POSITION_IDS, WRITE_START, LAST_INDEX), tokens, strict=True))
+    inputs = [given[binding] for binding in exported.inputs.values()]
+    args, kwargs = pytree.tree_unflatten(inputs, exported.program.call_spec.in_spec)
     with torch.no_grad():
-        logits = reference(step.input_ids, step.position_ids, step.write_start, step.last_index, k_cache, v_cache)
+        logits = reference(*args, **kwargs)
     assert isinstance(logits, Tensor)
     return logits

@@ -207,10 +207,7 @@ class _Converter(fx.Interpreter):
     def _rows_of(self, proof: WriteProof) -> ITensor:
         """The update as `[B, Hkv, n, D]`."""
         assert proof.run is not None
-        starts = self._program.placeholder(WRITE_START)
-        own = {f"{starts}[row]"} | ({f"{starts}[0]", starts} if proof.run.rows == ONE else set())
-        if str(proof.run.start) not in own:
-            raise WriteNotProven(f"{proof.node} writes {proof.cache} from {proof.run.start}; the engine's starts are {WRITE_START}")
+        proof.require_start(self._program.placeholder(WRITE_START))
         cache = self._inputs[proof.cache]
         # A write of one cell may come without the axis of the cells, which size 1 puts back.
         axes = [axis for axis in proof.update_axes if axis is not None]
