@@ -52,6 +52,25 @@ async def test_a_loaded_engine_tells_what_it_is(served):
     assert not engine.HasField("default_compaction")
 
 
+async def test_prefix_reuse_is_told_and_can_be_turned_off_and_keeps_to_its_salt(served):
+    prompt = list(range(21))
+    off = await served.load(name="off", prefix_caching=False)
+    linear = await served.load(LINEAR_ID, name="linear", num_pages=4, prefix_caching=True)
+    (engine, *_) = await listed(served)
+    assert (engine.prefix_caching, off.prefix_caching, linear.prefix_caching) == (True, False, False)
+
+    async def cached(name, **kv):
+        events = await served.events(generate(prompt, 2, engine=name, kv=inference.KVOptions(**kv)))
+        assert tokens_of(events) == Oracle().expected_tokens(prompt, 2)
+        return events[-1].usage.cached_tokens
+
+    assert [await cached(name) for name in ("off", "off", "linear", "linear")] == [0] * 4
+    assert [await cached("tiny", cache_salt=salt) for salt in ("", "a", "", "a", "b")] == [0, 0, 20, 20, 0]
+    load = await served.engine_load()
+    assert (load.prefix_queries, load.prefix_hits, load.pages_cached) == (5 * 21, 40, 3 * 5)
+    assert (load.pages_free, (await served.engine_load("off")).prefix_queries) == (load.pages_total, 0)
+
+
 async def test_loading_the_same_again_returns_it(served):
     engine = await served.load(num_pages=9)
     assert engine.num_pages == 65, "what is loaded stays as it is"

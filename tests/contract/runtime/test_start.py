@@ -37,7 +37,7 @@ async def names(served):
 async def test_what_was_loaded_comes_back_as_it_was_and_what_was_unloaded_does_not(tmp_path):
     compaction = pb.CompactionDefaults(name="sink_recent", budget=16, interval=4)
     async with serve(tmp_path) as served:
-        first = await served.load(default_compaction=compaction)
+        first = await served.load(default_compaction=compaction, prefix_caching=False)
         await served.load(LINEAR_ID, name="linear", num_pages=3)
         await served.load(name="gone")
         await served.control.UnloadEngine(pb.UnloadEngineRequest(name="gone"))

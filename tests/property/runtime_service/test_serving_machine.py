@@ -248,6 +248,7 @@ class ServingMachine(RuleBasedStateMachine):
         assert self.loop._alive == {}
         for load in self.loop.load().engines:
             assert (load.pages_free, load.pages_leaked) == (load.pages_total, 0)
+            assert self.session(load.name).prefixes._reached == {}
         for live in self.all:
             check(live)
         self.loop.stop()
