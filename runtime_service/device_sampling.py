@@ -16,6 +16,7 @@ from torch import Tensor
 
 from runtime_service.core.sampled import SampledToken
 from runtime_service.sampling import SamplerState
+from runtime_service.upload import upload
 from shared.errors import InternalError
 
 
@@ -99,5 +100,4 @@ def _draw(shifted_RV: Tensor, states: Sequence[SamplerState]) -> Tensor:
 
 def _upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Values on the device without waiting for it."""
-    tensor = torch.tensor(values, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return upload(torch.tensor(values, dtype=dtype), device)

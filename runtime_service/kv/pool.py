@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from runtime_service.kv.allocator import Fence
+from runtime_service.upload import upload
 from shared.errors import MemoryExhausted
 from shared.ids import PageId
 from shared.kernels.key_norms.norms import KeyNorms, bind_key_norms
@@ -107,5 +108,4 @@ class KVPool:
         return [(group, bind_key_norms([self.by_page(layer)[:, K] for layer in group.layers])) for group in full]
 
     def _upload(self, pages: Sequence[PageId]) -> torch.Tensor:
-        index = torch.tensor(pages, dtype=torch.int64)
-        return index.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else index
+        return upload(torch.tensor(pages, dtype=torch.int64), self.device)

@@ -55,11 +55,3 @@ class Flight:
             if isinstance(token, SampledToken):
                 state.record(token.token_id)
         return tokens
-
-
-def select_rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """`logits[rows]` without waiting for the device; `logits` itself where that is all of it."""
-    if rows == list(range(len(logits))):
-        return logits
-    index = torch.tensor(rows, dtype=torch.int64)
-    return logits[index.pin_memory().to(logits.device, non_blocking=True) if logits.is_cuda else index]

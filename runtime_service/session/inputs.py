@@ -11,6 +11,7 @@ import torch
 from runtime_service.core.batch import ScheduledBatch
 from runtime_service.engine.engine import EngineInputs
 from runtime_service.kv.page_table import PageTable
+from runtime_service.upload import upload
 from shared.errors import InternalError
 from shared.kv_spec import KVCacheSpec
 
@@ -48,8 +49,7 @@ def take_ids(inputs: EngineInputs, unseen: Mapping[int, int], ids: torch.Tensor)
         return replace(inputs, input_ids=ids[:batch, None])
     place = torch.tensor([unseen.get(row, len(ids) + row) for row in range(batch)])
     known = inputs.input_ids[:, 0]
-    if ids.is_cuda:
-        place, known = (tensor.pin_memory().to(ids.device, non_blocking=True) for tensor in (place, known))
+    known, place = upload(known, ids.device), upload(place, ids.device)
     return replace(inputs, input_ids=torch.cat([ids, known])[place, None])
 
 

@@ -33,13 +33,14 @@ from runtime_service.kv.pool import KVPool
 from runtime_service.kv.prefix_cache import PrefixCache, can_share
 from runtime_service.scheduler.budget import Capacity, check_request
 from runtime_service.scheduler.scheduler import Scheduler
-from runtime_service.session.flight import Flight, select_rows
+from runtime_service.session.flight import Flight
 from runtime_service.session.generation import Generation, Sample
 from runtime_service.session.inputs import build_inputs
 from runtime_service.session.latency import Latencies
 from runtime_service.session.load import Counters, EngineLoad
 from runtime_service.session.turnover import Turnover
 from runtime_service.streaming.vocabulary import Vocabulary
+from runtime_service.upload import select_rows
 from shared.errors import EngineIncompatible, InternalError, QuireError
 from shared.profiles import Phase, ProfileSet
 

@@ -23,6 +23,7 @@ from runtime_service.engine.tensorrt.probe import find_plan_faults
 from runtime_service.kv.pool import K, V
 from shared.bindings import cache_name
 from shared.manifest import decode_engine_manifest
+from tests.gpu.tensorrt_ahead import check_ahead
 from tests.gpu.tensorrt_engine import JUNK, LEAST_COSINE, Engine, Row
 from tests.gpu.tensorrt_refusals import check_hazards, check_refusals
 
@@ -252,6 +253,7 @@ def main() -> int:
         check_single,
         check_other_singles,
         check_copying,
+        check_ahead,
         check_round_trip,
         check_probes,
         check_hazards,

@@ -52,13 +52,13 @@ class Engine:
         self.engine = TensorRTEngine(self.manifest, self.launcher, self.weights, ExitStack(), graphs=self.graphs)
 
     def step(self, profile: str, table: Tensor | list[int], ids: Tensor, starts: Tensor, last: int | None = None) -> Tensor:
-        """`table` is the block table of each row, or its slot."""
+        """Logits, on the host. `table` is the block table of each row, or its slot."""
         count = ids.shape[1]
         positions = starts[:, None] + torch.arange(count, dtype=torch.int32)
         last_index = torch.full((len(table),), count - 1 if last is None else last, dtype=torch.int32)
         if not isinstance(table, Tensor):
             table = torch.tensor(table, dtype=torch.int32)[:, None]
-        return self.engine.run(EngineInputs(profile, ids, positions, starts, last_index, table), self.pool)
+        return self.engine.run(EngineInputs(profile, ids, positions, starts, last_index, table), self.pool).cpu()
 
 
 CACHE = WeightsCache()

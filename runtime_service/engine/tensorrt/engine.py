@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from runtime_service.engine.bindings import check_inputs, check_pool
 from runtime_service.engine.engine import EngineInputs
@@ -20,6 +19,7 @@ from runtime_service.engine.tensorrt.read_back import check_plan
 from runtime_service.engine.tensorrt.slots import slot_runs
 from runtime_service.engine.weights import ModelWeights
 from runtime_service.kv.pool import KVPool
+from runtime_service.upload import select_rows, upload
 from shared.bindings import (
     BLOCK_TABLE,
     INPUT_IDS,
@@ -60,15 +60,15 @@ def load_plan(manifest: EngineManifest, plan: Path, weights: Mapping[str, Tensor
 class TensorRTEngine:
     """Engine over a loaded plan. Holds `weights`, which engines of one model share.
 
-    `graphs`: decode steps are captured once for each number of rows and first slot, then replayed. `resources` are released
-    by `close()`.
+    `graphs`: decode steps are captured once for each number of rows and first slot, then replayed; such steps wait for nothing.
+    `resources` are released by `close()`.
     """
 
     def __init__(
         self, manifest: EngineManifest, launcher: Launcher, weights: ModelWeights, resources: ExitStack, *, graphs: bool = True
     ) -> None:
         self.manifest = manifest
-        self.runs_ahead = False
+        self.runs_ahead = True
         self._launcher: Launcher | None = launcher
         self._weights: ModelWeights | None = weights
         self._graphs = graphs
@@ -76,7 +76,8 @@ class TensorRTEngine:
         self._checked_pool: weakref.ref[KVPool] | None = None
 
     def run(self, inputs: EngineInputs, pool: KVPool) -> torch.Tensor:
-        """See Engine.run; logits are on the host. Logits of padding rows (slot 0) are zeros, and nothing is written for them."""
+        """See Engine.run; logits are on the device, overwritten by the next step. Those of rows that no launch serves are zeros:
+        padding rows in slot 0, and a step of nothing but padding. Nothing is written for padding."""
         if self._launcher is None:
             raise InternalError(f"engine {self.manifest.artifact_id} is closed")
         if self._checked_pool is None or self._checked_pool() is not pool:
@@ -84,11 +85,19 @@ class TensorRTEngine:
             self._checked_pool = weakref.ref(pool)
         check_inputs(inputs, self.manifest, pool.num_pages)
         capture = self._graphs and inputs.profile == Phase.DECODE
-        logits = torch.zeros(inputs.batch, self.manifest.model.vocab_size)
         launches = self._over_slots if pool.spec.layout is Layout.LINEAR else self._over_pages
+        gathered: Tensor | None = None
         for launch, rows, tokens in launches(inputs, pool):
-            logits[rows] = self._launcher.run(launch, tokens, pool, capture=capture).cpu()
-        return logits
+            logits = self._launcher.run(launch, tokens, pool, capture=capture)
+            if rows == list(range(inputs.batch)):
+                return logits
+            if gathered is None:
+                gathered = self._no_logits(inputs.batch, pool)
+            gathered.index_copy_(0, upload(torch.tensor(rows), pool.device), logits)
+        return self._no_logits(inputs.batch, pool) if gathered is None else gathered
+
+    def _no_logits(self, batch: int, pool: KVPool) -> Tensor:
+        return torch.zeros(batch, self.manifest.model.vocab_size, device=pool.device)
 
     def _over_slots(self, inputs: EngineInputs, pool: KVPool) -> Iterator[_Step]:
         """A launch for each run of neighbouring slots."""
@@ -104,11 +113,10 @@ class TensorRTEngine:
         write = pack_write(inputs.block_table, inputs.write_start, inputs.query_len, spec.page_size, pool.num_pages)
         if write.order.numel():
             rows = list(range(inputs.batch))
-            table = pad(inputs.block_table, (0, spec.max_pages - inputs.block_table.shape[1]))
             packed = {PACKED_ORDER: write.order, PACKED_ENDS: write.ends, PACKED_OFFSETS: write.offsets}
             profile = self.manifest.profiles.index(inputs.profile)
             launch = Launch(profile, inputs.batch, inputs.query_len, num_packed=write.order.numel())
-            yield launch, rows, {**_tokens(inputs, rows), BLOCK_TABLE: table, **packed}
+            yield launch, rows, {**_tokens(inputs, rows), BLOCK_TABLE: inputs.block_table, **packed}
 
     def close(self) -> None:
         """Let go of the plan, the weights and the artifacts. Idempotent."""
@@ -129,9 +137,5 @@ def _check_manifest(manifest: EngineManifest) -> None:
 
 
 def _tokens(inputs: EngineInputs, rows: list[int]) -> dict[str, Tensor]:
-    return {
-        INPUT_IDS: inputs.input_ids[rows],
-        POSITION_IDS: inputs.position_ids[rows],
-        WRITE_START: inputs.write_start[rows],
-        LAST_INDEX: inputs.last_index[rows],
-    }
+    names = (INPUT_IDS, POSITION_IDS, WRITE_START, LAST_INDEX)
+    return {name: select_rows(getattr(inputs, name), rows) for name in names}

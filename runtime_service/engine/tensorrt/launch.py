@@ -1,7 +1,8 @@
 """Launches of a plan: bindings in device memory that keep their addresses, decode steps replayed from CUDA graphs.
 
 A captured graph keeps addresses and shapes, and TensorRT forbids to change its execution context afterwards. So every graph has a
-context of its own; all contexts work in one scratch memory, because launches follow one another on one stream.
+context of its own; all contexts work in one scratch memory, because launches follow one another on one stream. Nothing waits for
+the device but what happens once: the first launch on a pool, and the recording of a graph.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime_service.engine.packing import InputLayout
 from runtime_service.kv.pool import K, KVPool, V
 from shared.bindings import (
     BLOCK_TABLE,
@@ -61,6 +63,17 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
 
 
+def input_layout(launch: Launch, manifest: EngineManifest, num_pages: int) -> InputLayout:
+    """Where the inputs of `launch`, on a pool of `num_pages`, lie side by side."""
+    names = [name for name in _TOKENS if name != POSITION_IDS or manifest.takes_positions]
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, (launch.rows, launch.query_len))
+    shapes |= dict.fromkeys(_PER_ROW, (launch.rows,))
+    if manifest.cache.layout is Layout.PAGED:
+        shapes |= {BLOCK_TABLE: (launch.rows, manifest.cache.max_pages), PACKED_ORDER: (launch.num_packed,)}
+        shapes |= {PACKED_ENDS: (2 * num_pages + 1,), PACKED_OFFSETS: (2 * num_pages,)}
+    return InputLayout.of(shapes)
+
+
 class Launcher:
     """Runs `plan` (ICudaEngine) over the pool it is given. `weights` are device tensors by binding name; they are kept.
 
@@ -71,13 +84,8 @@ class Launcher:
         self._plan, self._manifest, self._weights = plan, manifest, weights
         self._is_paged = manifest.cache.layout is Layout.PAGED
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it so
-        largest = max(p.batch.max * p.query_len.max for p in manifest.profiles.profiles)
         rows = manifest.profiles.max_batch
-        self._tokens = tuple(name for name in _TOKENS if name != POSITION_IDS or manifest.takes_positions)
-        sizes = {**dict.fromkeys(self._tokens, largest), **dict.fromkeys(_PER_ROW, rows)}
-        if self._is_paged:
-            sizes |= {BLOCK_TABLE: rows * manifest.cache.max_pages, PACKED_ORDER: 2 * largest}
-        self._inputs = {name: _buffer(size) for name, size in sizes.items()}
+        self._inputs = torch.empty(0, dtype=torch.int32, device="cuda")
         self._logits = torch.empty(rows, manifest.model.vocab_size, dtype=torch.float32, device="cuda")
         self._scratch = torch.empty(max(1, plan.device_memory_size_v2), dtype=torch.uint8, device="cuda")
         self._aliases = {alias.input: alias.output for alias in manifest.aliases}
@@ -91,25 +99,25 @@ class Launcher:
             self._check_rows()
 
     def run(self, launch: Launch, tokens: Mapping[str, Tensor], pool: KVPool, *, capture: bool) -> Tensor:
-        """Logits `[rows, vocab]` on the device, overwritten by the next run. `tokens` are the int32 inputs, on the host.
+        """Logits `[rows, vocab]` on the device, overwritten by the next run; the current stream may use them, and `pool`, at once.
+        `tokens` are the int32 inputs, each on the host or, written by the current stream, on the device.
 
         With `capture` the launch is recorded when first seen and replayed from then on. EngineIncompatible for a pool with more
         pages than the plan takes.
         """
         if pool is not self._pool:
             self._take(pool)
+        layout = input_layout(launch, self._manifest, pool.num_pages)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for name, buffer in self._inputs.items():
-                value = tokens[name]
-                buffer[: value.numel()].copy_(value.reshape(-1))
+            layout.bring(tokens, self._inputs)
             if capture:
-                self._captured(launch, pool).graph.replay()
+                self._captured(launch, layout, pool).graph.replay()
             else:
                 context = self._contexts.get(launch.profile)
                 if context is None:
                     context = self._contexts[launch.profile] = self._context(launch.profile)
-                self._bind(context, launch, pool)
+                self._bind(context, launch, layout, pool)
                 self._execute(context, launch, pool)
         torch.cuda.current_stream().wait_stream(self._stream)
         return self._logits[: launch.rows]
@@ -122,6 +130,7 @@ class Launcher:
         self._pool = None
 
     def _take(self, pool: KVPool) -> None:
+        self._stream.synchronize()  # a step on the last pool may still read what is let go of here
         self._graphs.clear()
         if self._is_paged:
             most = self._plan.get_tensor_profile_shape(pool_name(0), 0)[2][0] // 2
@@ -130,24 +139,30 @@ class Launcher:
                     f"the pool has {pool.num_pages} pages, the plan takes at most {most}; use fewer pages, or larger ones",
                     details={"field": "num_pages", "expected": f"at most {most}", "got": str(pool.num_pages)},
                 )
-            rows = 2 * pool.num_pages
-            self._inputs |= {PACKED_ENDS: _buffer(rows + 1), PACKED_OFFSETS: _buffer(rows)}
+        largest = [
+            Launch(index, p.batch.max, p.query_len.max, num_packed=2 * p.batch.max * p.query_len.max)
+            for index, p in enumerate(self._manifest.profiles.profiles)
+        ]
+        size = max(input_layout(launch, self._manifest, pool.num_pages).size for launch in largest)
+        if size > len(self._inputs):
+            self._inputs = torch.empty(size, dtype=torch.int32, device="cuda")
         self._pool = pool
 
-    def _captured(self, launch: Launch, pool: KVPool) -> _Captured:
+    def _captured(self, launch: Launch, layout: InputLayout, pool: KVPool) -> _Captured:
         """Recording a launch runs it once before: kernels are compiled on their first use, which no graph may contain. The
         step is idempotent, since it writes the same rows again."""
         captured = self._graphs.get(launch)
         if captured is None:
             context = self._context(launch.profile)
-            self._bind(context, launch, pool)
+            self._bind(context, launch, layout, pool)
             self._execute(context, launch, pool)
             self._stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self._stream):
+            # Other threads may load another engine meanwhile: only this one's calls must be fit for a graph.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._execute(context, launch, pool)
             captured = self._graphs[launch] = _Captured(context, graph)
-            if len(self._graphs) > MAX_GRAPHS:
+            if len(self._graphs) > MAX_GRAPHS:  # no launch is under way since the wait above
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(launch)
         return captured
@@ -163,30 +178,16 @@ class Launcher:
         context.set_tensor_address(LOGITS, self._logits.data_ptr())
         return context
 
-    def _bind(self, context: Any, launch: Launch, pool: KVPool) -> None:
-        for name in self._tokens:
-            self._done(context.set_input_shape(name, (launch.rows, launch.query_len)), name)
-        for name in _PER_ROW:
-            self._done(context.set_input_shape(name, (launch.rows,)), name)
-        for name, buffer in self._inputs.items():
-            context.set_tensor_address(name, buffer.data_ptr())
-        if self._is_paged:
-            self._bind_pages(context, launch, pool)
-        else:
-            self._bind_slots(context, launch, pool)
-
-    def _bind_pages(self, context: Any, launch: Launch, pool: KVPool) -> None:
-        rows = 2 * pool.num_pages
-        shapes: dict[str, tuple[int, ...]] = {BLOCK_TABLE: (launch.rows, pool.spec.max_pages), PACKED_ORDER: (launch.num_packed,)}
-        shapes |= {PACKED_ENDS: (rows + 1,), PACKED_OFFSETS: (rows,)}
-        for name, shape in shapes.items():
+    def _bind(self, context: Any, launch: Launch, layout: InputLayout, pool: KVPool) -> None:
+        for name, (_, shape) in layout.places.items():
             self._done(context.set_input_shape(name, shape), name)
-        for layer, tensor in enumerate(pool.tensors):
-            self._bind_cache(context, pool_name(layer), tensor.flatten(0, 1))
-
-    def _bind_slots(self, context: Any, launch: Launch, pool: KVPool) -> None:
-        for name, rows in self._slots(launch, pool):
-            self._bind_cache(context, name, rows)
+            context.set_tensor_address(name, layout.view(self._inputs, name).data_ptr())
+        if self._is_paged:
+            for layer, tensor in enumerate(pool.tensors):
+                self._bind_cache(context, pool_name(layer), tensor.flatten(0, 1))
+        else:
+            for name, rows in self._slots(launch, pool):
+                self._bind_cache(context, name, rows)
 
     @staticmethod
     def _slots(launch: Launch, pool: KVPool) -> Iterator[tuple[str, Tensor]]:
@@ -248,10 +249,6 @@ def _context_config(trt: Any, plan: Any) -> tuple[Any, Any]:
     kernels = config.create_runtime_cache()
     config.set_runtime_cache(kernels)
     return config, kernels
-
-
-def _buffer(size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.int32, device="cuda")
 
 
 def _rows_like(binding: BindingSpec, rows: int) -> Tensor:

@@ -28,7 +28,8 @@ def find_plan_faults(manifest: EngineManifest, launcher: Launcher, weights: Mode
         tokens, pools = [tensor.cpu() for tensor in inputs[:_NUM_INPUTS]], inputs[_NUM_INPUTS:]
         batch, query_len = tokens[0].shape
         profile = next(p.name for p in manifest.profiles.profiles if p.admits(batch, query_len))
-        return engine.run(EngineInputs(profile, *tokens), KVPool.over(manifest.cache, pools))
+        # Of their own: the next step overwrites an engine's logits, and steps are compared.
+        return engine.run(EngineInputs(profile, *tokens), KVPool.over(manifest.cache, pools)).clone()
 
     try:
         return find_faults(run, manifest.cache, manifest.profiles, manifest.model.vocab_size, manifest.target.device)

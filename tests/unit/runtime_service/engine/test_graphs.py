@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 from runtime_service.engine.engine import EngineInputs
-from runtime_service.engine.graphs import InputLayout, batch_buckets
+from runtime_service.engine.graphs import batch_buckets, decode_layout
 
 
 @pytest.mark.parametrize(
@@ -26,19 +24,13 @@ def inputs(batch: int, width: int) -> EngineInputs:
 
 
 def test_a_step_of_three_rows_is_padded_to_its_bucket_with_the_dump_page() -> None:
-    layout, step = InputLayout.of(4, 6), inputs(3, 5)
-    views = layout.views(layout.packed(step))
-    for name, view in views.items():
-        given = getattr(step, name)
+    layout, step = decode_layout(4, 6), inputs(3, 5)
+    buffer = torch.full((layout.size,), 7, dtype=torch.int32)
+    layout.bring({name: getattr(step, name) for name in layout.places}, buffer)
+    for name in layout.places:
+        view, given = layout.view(buffer, name), getattr(step, name)
         assert torch.equal(view[tuple(slice(size) for size in given.shape)], given)
         assert view[3:].eq(0).all()
-    assert views["block_table"].shape == (4, 6)
-    assert views["block_table"][:, 5].eq(0).all()
-
-
-def test_inputs_start_where_vectors_of_16_bytes_may() -> None:
-    layout = InputLayout.of(5, 33)
-    assert all(offset % 4 == 0 for offset, _ in layout.places.values())
-    ends = sorted((offset, offset + torch.Size(shape).numel()) for offset, shape in layout.places.values())
-    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends))
-    assert ends[-1][1] <= layout.size
+    table = layout.view(buffer, "block_table")
+    assert table.shape == (4, 6)
+    assert table[:, 5].eq(0).all()

@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import pytest
-import torch
 from torch import Tensor
 
-from runtime_service.engine.engine import EngineInputs
-from runtime_service.engine.tensorrt.launch import Launch
 from runtime_service.engine.tensorrt.probe import find_plan_faults
 from runtime_service.engine.weights import ModelWeights
 from runtime_service.kv.pool import K, KVPool
-from shared.bindings import INPUT_IDS, LAST_INDEX, POSITION_IDS, WRITE_START
 from shared.kv_spec import Layout
 from tests.support.tiny_engine import TinyEngine
+from tests.support.tiny_launcher import Misdeed, TinyLauncher
 
 PROFILES = ("decode=4x1", "prefill=1x8")
-Misdeed = Callable[[KVPool, Tensor, int], None]
-
-
-class FakeLauncher:
-    """Runs launches on slots as a plan would, then does `misdeed` to the pool."""
-
-    def __init__(self, misdeed: Misdeed) -> None:
-        self.engine = TinyEngine(layout=Layout.LINEAR, max_len=32, profiles=PROFILES)
-        self.misdeed = misdeed
-        self.closed = False
-
-    def run(self, launch: Launch, tokens: Mapping[str, Tensor], pool: KVPool, *, capture: bool) -> Tensor:
-        assert not capture
-        slots = launch.first_slot + torch.arange(launch.rows, dtype=torch.int32)[:, None]
-        profile = self.engine.manifest.profiles.profiles[launch.profile].name
-        named = (tokens[name] for name in (INPUT_IDS, POSITION_IDS, WRITE_START, LAST_INDEX))
-        logits = self.engine.run(EngineInputs(profile, *named, slots), pool)
-        self.misdeed(pool, tokens[WRITE_START], launch.first_slot)
-        return logits
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def nothing(pool: KVPool, starts: Tensor, slot: int) -> None:
@@ -60,7 +33,7 @@ def undone(pool: KVPool, starts: Tensor, slot: int) -> None:
 
 
 def find(misdeed: Misdeed) -> list[str]:
-    launcher = FakeLauncher(misdeed)
+    launcher = TinyLauncher(TinyEngine(layout=Layout.LINEAR, max_len=32, profiles=PROFILES), misdeed)
     faults = find_plan_faults(launcher.engine.manifest, launcher, ModelWeights({}))
     assert launcher.closed, "contexts of the probe's pools must not stay"
     return faults
