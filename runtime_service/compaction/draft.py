@@ -61,7 +61,8 @@ class DraftCache:
         pages = self._pages[parent]
         num_full = parent.physical_len // self.pool.spec.page_size
         own = self._allocate(len(pages) - num_full)
-        self.pool.copy_pages(list(zip(pages[num_full:], own, strict=True)))
+        for source, copy in zip(pages[num_full:], own, strict=True):
+            self.pool.copy_page(source, copy)
         self._pages[child] = [*self.allocator.share(pages[:num_full]), *own]
         self._ahead[child] = self._ahead[parent]
 

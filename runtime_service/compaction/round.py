@@ -32,6 +32,7 @@ from runtime_service.core.params import CompactionParams
 from runtime_service.core.request import GenerationRequest
 from runtime_service.core.sequence import Sequence as KVSequence
 from runtime_service.kv.allocator import PageAllocator
+from runtime_service.kv.page_copies import PageCopies
 from runtime_service.kv.pool import KVPool
 from shared.ids import PageId
 from shared.kernels.compaction.modes import Mode
@@ -43,6 +44,7 @@ class _Cache:
 
     pool: KVPool
     allocator: PageAllocator
+    copies: PageCopies
 
 
 class Compactor:
@@ -61,9 +63,9 @@ class Compactor:
         self._allocator = allocator
         self._policies = policies
         self._draft = draft
-        self._caches = [_Cache(pool, allocator)]
+        self._caches = [_Cache(pool, allocator, PageCopies(pool))]
         if draft is not None:
-            self._caches.append(_Cache(draft.pool, draft.allocator))
+            self._caches.append(_Cache(draft.pool, draft.allocator, PageCopies(draft.pool)))
         max_tail = 0 if draft is None else draft.max_ahead
         self._executor = RoundExecutor([cache.pool for cache in self._caches], max_sequences, max_tail)
         self._clock = clock
@@ -133,7 +135,8 @@ class Compactor:
         """Copy what is shared, check, launch. Returns the plans on the pages they ran on."""
         try:
             owned = [
-                _copy_shared(cache.pool, planned, pages) for cache, planned, pages in zip(self._caches, plans, copies, strict=True)
+                _copy_shared(cache.copies, planned, pages)
+                for cache, planned, pages in zip(self._caches, plans, copies, strict=True)
             ]
             for cache, planned in zip(self._caches, owned, strict=True):
                 for plan in planned:
@@ -165,12 +168,9 @@ def _params(sequence: KVSequence) -> CompactionParams:
     return compaction
 
 
-def _copy_shared(pool: KVPool, plans: Sequence[CompactionPlan], copies: Sequence[PageId]) -> list[CompactionPlan]:
-    """Copy on write: the plans on pages that, where they are written to, are nobody else's."""
-    remaining = iter(copies)
-    owned = []
-    for plan in plans:
-        own = [next(remaining) for _ in plan.copies]
-        pool.copy_pages([(plan.pages[index], page) for index, page in zip(plan.copies, own, strict=True)])
-        owned.append(plan.with_copies(own))
-    return owned
+def _copy_shared(copies: PageCopies, plans: Sequence[CompactionPlan], pages: Sequence[PageId]) -> list[CompactionPlan]:
+    """Copy on write to `pages`: the plans on pages that, where they are written to, are nobody else's."""
+    shared = [plan.pages[index] for plan in plans for index in plan.copies]
+    copies.run(list(zip(shared, pages, strict=True)))
+    remaining = iter(pages)
+    return [plan.with_copies([next(remaining) for _ in plan.copies]) for plan in plans]

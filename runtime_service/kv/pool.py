@@ -73,7 +73,7 @@ class KVPool:
 
     def page_index(self, pages: Sequence[PageId], length: int) -> torch.Tensor:
         """Where the first `length` entries of the sequence on `pages` lie, for `keys` of any layer: int64, on the pool's device."""
-        return self._upload(pages[: self.spec.pages_for(length)])
+        return upload(torch.tensor(pages[: self.spec.pages_for(length)], dtype=torch.int64), self.device)
 
     def keys(self, layer: int, page_index: torch.Tensor, length: int) -> torch.Tensor:
         """Copy of the first `length` keys of the sequence on those pages: `[kv_heads, length, head_dim]`."""
@@ -89,14 +89,11 @@ class KVPool:
             by_layer |= dict(zip(group.layers, norms_LHT, strict=True))
         return dict(sorted(by_layer.items()))
 
-    def copy_pages(self, copies: Sequence[tuple[PageId, PageId]]) -> None:
-        """Copy the bytes of pages in every layer, each from a source to a target that is no source itself."""
-        if not copies:
-            return
-        source, target = (self._upload(pages) for pages in zip(*copies, strict=True))
+    def copy_page(self, source: PageId, target: PageId) -> None:
+        """Copy one page's bytes in every layer. For many of them see kv/page_copies.py."""
         for layer in range(self.spec.num_layers):
             pages = self.by_page(layer)
-            pages.index_copy_(0, target, pages.index_select(0, source))
+            pages[target].copy_(pages[source])
 
     def fence(self) -> Fence | None:
         """Behind everything launched so far that touches the pool; None on a CPU, where what returns is done."""
@@ -106,6 +103,3 @@ class KVPool:
     def _key_norms(self) -> list[tuple[LayerGroup, KeyNorms]]:
         full = [group for group in self.spec.groups if group.window is None]
         return [(group, bind_key_norms([self.by_page(layer)[:, K] for layer in group.layers])) for group in full]
-
-    def _upload(self, pages: Sequence[PageId]) -> torch.Tensor:
-        return upload(torch.tensor(pages, dtype=torch.int64), self.device)

@@ -253,7 +253,8 @@ class EngineSession:
             if copies is None:
                 self.scheduler.add(sibling.sequence)
                 continue
-            self.pool.copy_pages(copies)
+            for source, target in copies:
+                self.pool.copy_page(source, target)
             forked.append(sibling)
         return forked
 

@@ -128,7 +128,7 @@ class RoundInputs:
             )
 
 
-def upload(values: NDArray[np.int32], target: torch.Tensor) -> None:
+def upload(values: NDArray[np.int32] | NDArray[np.int64], target: torch.Tensor) -> None:
     """Copy host values into `target` in stream order, without waiting. Each upload has host memory of its own, which torch keeps
     until a device has read it, so the next round's values never overwrite those of one in flight."""
     host = torch.from_numpy(values)
