@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 
 from pydantic import ValidationError
@@ -33,6 +34,8 @@ from shared.telemetry.log import configure_logging
 from shared.telemetry.trace import Tracer, open_tracer, untraced
 
 SERVICES = ("quire.v1.Compiler",)
+BLOCKING_THREADS = 16
+"""So many calls may wait for a store or a source's disk at the same time; others wait for one of them."""
 
 
 class Compiler:
@@ -52,7 +55,8 @@ class Compiler:
         self.workers = [Worker(queue, f"{owner}-{slot}", launcher, paths, self._note) for slot in range(settings.build_slots)]
         self.server = Server(settings.server_options, SERVICES, settings.interceptors, self._metrics.note_call)
         explainer = Explainer(launcher, paths, settings.max_explains, settings.explain_timeout_s)
-        servicer = CompilerServicer(queue, store, explainer, roots, builder_digest(), self._metrics)
+        self._blocking = ThreadPoolExecutor(BLOCKING_THREADS, thread_name_prefix="calls")
+        servicer = CompilerServicer(queue, store, explainer, roots, builder_digest(), self._metrics, self._blocking)
         compiler_pb2_grpc.add_CompilerServicer_to_server(servicer, self.server.grpc)
         self.address = ""
 
@@ -92,6 +96,7 @@ class Compiler:
         reclaiming.cancel()
         await asyncio.gather(*builds, return_exceptions=True)
         await self.server.stop(self._settings.drain_s)
+        self._blocking.shutdown(wait=False, cancel_futures=True)
         if self.metrics is not None:
             await asyncio.to_thread(self.metrics.stop)
         await self._queue.close()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Executor
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 
@@ -25,10 +28,13 @@ from shared.pb.quire.v1 import compiler_pb2_grpc
 from shared.telemetry.trace import traceparent_of
 
 DEFAULT_PAGE = 50
+_T = TypeVar("_T")
 
 
 class CompilerServicer(compiler_pb2_grpc.CompilerServicer):
-    """`builder` is the digest of what builds here (flight.py); `model_roots` confine every source."""
+    """`builder` is the digest of what builds here (flight.py); `model_roots` confine every source. What blocks, on a store or on a
+    source's disk, runs on `threads`, which nothing else uses: when a bucket hangs, builds must still be watched and ended.
+    """
 
     def __init__(
         self,
@@ -38,10 +44,11 @@ class CompilerServicer(compiler_pb2_grpc.CompilerServicer):
         model_roots: Sequence[Path],
         builder: str,
         metrics: CompilerMetrics,
+        threads: Executor,
     ) -> None:
         self._queue, self._store, self._explainer = queue, store, explainer
         self._model_roots, self._builder = tuple(model_roots), builder
-        self._metrics = metrics
+        self._metrics, self._threads = metrics, threads
 
     async def CreateCompileJob(
         self, request: pb.CreateCompileJobRequest, context: grpc.aio.ServicerContext
@@ -52,14 +59,14 @@ class CompilerServicer(compiler_pb2_grpc.CompilerServicer):
         return pb.CreateCompileJobResponse(job=convert.job_message(submission.job), created=submission.created)
 
     async def _submit(self, request_id: str, spec: CompileSpec, limits: JobLimits, traceparent: str) -> Submission:
-        digest = await asyncio.to_thread(flight_digest, spec, self._model_roots, self._builder)
+        digest = await self._off_loop(flight_digest, spec, self._model_roots, self._builder)
         encoded = encode_spec(spec)
         submit = partial(
             self._queue.submit, request_id=request_id, spec=encoded, spec_digest=digest, limits=limits, traceparent=traceparent
         )
         submission = await submit()
         finished = submission.job.artifact_id
-        if not submission.created and finished and not await asyncio.to_thread(self._store.contains, finished):
+        if not submission.created and finished and not await self._off_loop(self._store.contains, finished):
             submission = await submit(reuse_finished=False)  # it had been built, and its artifact has been deleted since
         if not submission.created:
             self._metrics.note_joined()
@@ -107,47 +114,51 @@ class CompilerServicer(compiler_pb2_grpc.CompilerServicer):
     async def _checked_spec(self, message: pb.CompileSpec) -> CompileSpec:
         """A source that cannot be right is refused before a process is started for it."""
         spec = convert.spec_from(message)
-        await asyncio.to_thread(flight_digest, spec, self._model_roots, self._builder)
+        await self._off_loop(flight_digest, spec, self._model_roots, self._builder)
         return spec
 
     async def GetArtifact(self, request: pb.GetArtifactRequest, context: grpc.aio.ServicerContext) -> pb.GetArtifactResponse:
-        return pb.GetArtifactResponse(artifact=await asyncio.to_thread(artifacts.get, self._store, request.artifact_id))
+        return pb.GetArtifactResponse(artifact=await self._off_loop(artifacts.get, self._store, request.artifact_id))
 
     async def ListArtifacts(self, request: pb.ListArtifactsRequest, context: grpc.aio.ServicerContext) -> pb.ListArtifactsResponse:
-        return await asyncio.to_thread(artifacts.page, self._store, request)
+        return await self._off_loop(artifacts.page, self._store, request)
 
     async def VerifyArtifact(
         self, request: pb.VerifyArtifactRequest, context: grpc.aio.ServicerContext
     ) -> pb.VerifyArtifactResponse:
-        return await asyncio.to_thread(artifacts.verify, self._store, request.artifact_id)
+        return await self._off_loop(artifacts.verify, self._store, request.artifact_id)
 
     async def DeleteArtifact(
         self, request: pb.DeleteArtifactRequest, context: grpc.aio.ServicerContext
     ) -> pb.DeleteArtifactResponse:
-        await asyncio.to_thread(self._store.delete, check_artifact_id(request.artifact_id))
+        await self._off_loop(self._store.delete, check_artifact_id(request.artifact_id))
         return pb.DeleteArtifactResponse()
 
     async def SignArtifact(self, request: pb.SignArtifactRequest, context: grpc.aio.ServicerContext) -> pb.SignArtifactResponse:
-        return await asyncio.to_thread(artifacts.sign, self._store, request)
+        return await self._off_loop(artifacts.sign, self._store, request)
 
     async def CollectGarbage(
         self, request: pb.CollectGarbageRequest, context: grpc.aio.ServicerContext
     ) -> pb.CollectGarbageResponse:
-        return await asyncio.to_thread(artifacts.collect, self._store, request)
+        return await self._off_loop(artifacts.collect, self._store, request)
 
     async def ExplainMiss(self, request: pb.ExplainMissRequest, context: grpc.aio.ServicerContext) -> pb.ExplainMissResponse:
         spec = await self._checked_spec(request.spec)
-        return await asyncio.to_thread(artifacts.explain_miss, self._store, await self._explainer.key(spec))
+        return await self._off_loop(artifacts.explain_miss, self._store, await self._explainer.key(spec))
 
     async def CheckCompatibility(
         self, request: pb.CheckCompatibilityRequest, context: grpc.aio.ServicerContext
     ) -> pb.CheckCompatibilityResponse:
-        return await asyncio.to_thread(artifacts.compatibility, self._store, request)
+        return await self._off_loop(artifacts.compatibility, self._store, request)
 
     async def GetBuildCapabilities(
         self, request: pb.GetBuildCapabilitiesRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetBuildCapabilitiesResponse:
-        return await asyncio.to_thread(build_capabilities)
+        return await self._off_loop(build_capabilities)
+
+    async def _off_loop(self, call: Callable[..., _T], *arguments: object) -> _T:
+        run = partial(copy_context().run, call, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 
 
 def _job_id(value: str) -> str:

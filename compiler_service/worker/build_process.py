@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from compiler_service.worker.process_tree import kill_tree, read_stat, tree_rss_bytes
+from compiler_service.worker.process_tree import ProcessStat, kill_tree, read_stat, tree_rss_bytes
 from compiler_service.worker.protocol import Message, Request, decode_message, encode
 from shared.errors import InternalError
 
@@ -44,8 +45,8 @@ class Launcher:
     async def process(self, request: Request, name: str) -> AsyncIterator[BuildProcess]:
         """A running process that has its request. However the context ends, nothing of it is left running."""
         scratch, log = self.directory / f"{name}.tmp", self.directory / f"{name}.log"
-        scratch.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(self._sweep)
+        scratch.mkdir(parents=True, exist_ok=True)
         try:
             with log.open("wb") as errors:
                 process = await asyncio.create_subprocess_exec(
@@ -59,6 +60,7 @@ class Launcher:
                 )
             build = BuildProcess(process, log)
             try:
+                build.find()
                 await build.write(encode(request))
                 yield build
             finally:
@@ -68,12 +70,17 @@ class Launcher:
 
     def _sweep(self) -> None:
         """Drop all but the newest logs, and scratch that a service left behind when it was killed."""
-        logs = sorted(self.directory.glob("*.log"), key=lambda path: path.stat().st_mtime)
-        for log in logs[:-KEPT_LOGS]:
+        for _, log in sorted(self._written("*.log"))[:-KEPT_LOGS]:
             log.unlink(missing_ok=True)
-        for scratch in self.directory.glob("*.tmp"):
-            if time.time() - scratch.stat().st_mtime > MAX_SCRATCH_AGE_S:
+        for written_s, scratch in self._written("*.tmp"):
+            if time.time() - written_s > MAX_SCRATCH_AGE_S:
                 shutil.rmtree(scratch, ignore_errors=True)
+
+    def _written(self, pattern: str) -> Iterator[tuple[float, Path]]:
+        """When what is there was written; other builds come and go meanwhile, and take theirs away."""
+        for path in self.directory.glob(pattern):
+            with contextlib.suppress(FileNotFoundError):
+                yield path.stat().st_mtime, path
 
 
 class BuildProcess:
@@ -81,8 +88,11 @@ class BuildProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
         self._process, self._log = process, log
-        self._leader = read_stat(process.pid)
-        """None where it was gone at once, before it could start another."""
+        self._leader: ProcessStat | None = None
+
+    def find(self) -> None:
+        """Remember which process it is: its number may be another's once it has ended. One that is gone already started none."""
+        self._leader = read_stat(self._process.pid)
 
     async def write(self, line: bytes) -> None:
         """Send a line. A process that is gone already does not mind: what became of it shows in `messages`."""
@@ -112,6 +122,9 @@ class BuildProcess:
 
     async def kill(self) -> None:
         """End it and everything it started, and collect it. Idempotent."""
+        if self._process.returncode is None:  # first, and whatever becomes of the rest: this needs no file descriptor
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
         if self._leader:
             await asyncio.to_thread(kill_tree, self._leader)
         await self._process.wait()

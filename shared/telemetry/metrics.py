@@ -7,13 +7,19 @@ shared/errors.py, states of an enum. No label carries what a caller made up.
 from __future__ import annotations
 
 import ipaddress
+import socket
 import threading
 from importlib.metadata import version
-from wsgiref.simple_server import WSGIServer
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Info, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Info, ProcessCollector, make_wsgi_app
 
 from shared.errors import FieldOutOfRange
+
+IDLE_S = 10.0
+"""A connection that says nothing for so long is closed: each has a thread."""
 
 
 class ServiceMetrics:
@@ -36,6 +42,21 @@ class ServiceMetrics:
         self._calls.labels(method.rpartition("/")[2], outcome).inc()
 
 
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, handler)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = IDLE_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are not worth a line."""
+
+
 class MetricsEndpoint:
     """Serves a registry at `http://host:port/metrics`, on threads of its own. `address` has the real port once started."""
 
@@ -48,12 +69,16 @@ class MetricsEndpoint:
         """FieldOutOfRange where the address is none, or taken."""
         host, port = _host_and_port(self.address)
         try:
-            self._running = start_http_server(port, host, self._registry)
+            server = _Server((host, port), _Handler)
         except OSError as error:
             raise FieldOutOfRange(
                 f"cannot serve metrics on {self.address}: {error}; is it in use?", field="metrics_address"
             ) from error
-        self.address = f"{self.address.rpartition(':')[0]}:{self._running[0].server_port}"
+        server.set_app(make_wsgi_app(self._registry))
+        thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+        thread.start()
+        self._running = server, thread
+        self.address = f"{self.address.rpartition(':')[0]}:{server.server_port}"
         return self.address
 
     def stop(self) -> None:

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from shared.artifacts.local import LocalStore
 from shared.jobs.job import JobLimits
 from shared.pb.quire.v1 import common_pb2
 from shared.pb.quire.v1 import compiler_pb2 as pb
@@ -193,3 +196,27 @@ async def test_a_service_that_stops_leaves_its_jobs_to_the_next(start):
         assert (job.state, job.attempt) == (pb.JOB_STATE_SUCCEEDED, 1)
         events = await second.events(job_id)
         assert [event.sequence for event in events] == list(range(1, len(events) + 1))
+
+
+async def test_a_store_that_hangs_keeps_no_build_from_being_ended(client, monkeypatch):
+    """However many calls wait for it, and however few threads the host's cores give the process."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    job_id = (await client.create(client.spec(client.source(report=REPORT[:1], end="hang")))).job.job_id
+    answered, hanging = threading.Event(), []
+
+    def hang(*_: object) -> tuple[()]:
+        hanging.append(threading.get_ident())
+        assert answered.wait(60), "a test left the store hanging"
+        return ()
+
+    monkeypatch.setattr(LocalStore, "list", hang)
+    listings = [asyncio.ensure_future(client.stub.ListArtifacts(pb.ListArtifactsRequest())) for _ in range(20)]
+    try:
+        while len(hanging) < 2:
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(30):
+            await client.stub.CancelCompileJob(pb.CancelCompileJobRequest(job_id=job_id))
+            assert (await client.end_of(job_id)).state == pb.JOB_STATE_CANCELLED
+    finally:
+        answered.set()
+        await asyncio.gather(*listings)

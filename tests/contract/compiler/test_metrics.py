@@ -11,6 +11,7 @@ from shared.jobs.job import JobLimits, JobState
 from shared.jobs.queue import QueuePolicy
 from shared.jobs.sqlite import SQLiteQueue
 from shared.pb.quire.v1 import compiler_pb2 as pb
+from shared.telemetry import metrics
 from tests.contract.compiler.conftest import ENGINE_ID, refused
 from tests.support.scrape import scrape
 
@@ -105,3 +106,14 @@ async def test_metrics_do_not_leave_the_machine_by_accident(start):
     with pytest.raises(FieldOutOfRange, match="loopback"):
         async with start(metrics_address="0.0.0.0:0"):
             pass
+
+
+async def test_who_connects_and_says_nothing_is_shown_out(start, monkeypatch):
+    """Every connection has a thread and a descriptor."""
+    monkeypatch.setattr(metrics._Handler, "timeout", 0.1)
+    async with start(**METERED) as client:
+        host, _, port = client.compiler.metrics.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(30):
+            assert await reader.read() == b""
+        writer.close()

@@ -1,7 +1,9 @@
 """Whatever a build process does, its job ends as it should and the worker goes on."""
 
 import asyncio
+import errno
 import itertools
+import os
 import signal
 import sys
 import time
@@ -9,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from compiler_service.worker import build_process
 from compiler_service.worker import worker as worker_module
+from compiler_service.worker.process_tree import process_tree, read_stat
 from shared.cgroup import ContainerMemory
 from shared.jobs.job import JobLimits, JobState
 
@@ -239,6 +243,31 @@ async def test_a_process_that_cannot_be_started_is_a_failed_attempt(bench):
     job, _ = await bench.end_of(await bench.submit(end="built", limits=JobLimits(max_attempts=1)))
     assert job.state is JobState.DEAD_LETTERED
     assert "no build process could be started" in job.error.message
+
+
+async def test_what_other_builds_take_away_meanwhile_is_in_nobodys_way(bench):
+    """Their logs and scratch vanish between being listed and being looked at."""
+    directory = bench.directory / "builds"
+    directory.mkdir()
+    for name in ("gone.log", "gone.tmp"):
+        (directory / name).symlink_to("nowhere")
+    bench.start_worker()
+    job, _ = await bench.end_of(await bench.submit(end="built"))
+    assert (job.state, job.attempt) == (JobState.SUCCEEDED, 1)
+    (directory / "gone.tmp").unlink()
+
+
+async def test_a_service_out_of_descriptors_leaves_no_process_behind(bench, monkeypatch):
+    def fail(_):
+        monkeypatch.setattr(build_process, "read_stat", read_stat)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(build_process, "read_stat", fail)
+    bench.start_worker()
+    job, events = await bench.end_of(await bench.submit(end="built"))
+    assert (job.state, job.attempt) == (JobState.SUCCEEDED, 2)
+    assert any("Too many open files" in event.message for event in events)
+    assert [stat.pid for stat in process_tree(read_stat(os.getpid())) if not stat.is_dead] == [os.getpid()]
 
 
 async def test_a_build_outlives_no_service(tmp_path):
