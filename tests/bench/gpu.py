@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import random
 import subprocess
@@ -38,10 +37,11 @@ BATCHES = (1, 8, 32, 64)
 HIDDEN = llama_3_8b().hidden_size
 CONTEXT, PREFILL = 2048, 4096
 PROMPT, GENERATED, BUDGET, INTERVAL = 512, 8192, 2048, 128
+ROUNDS = {"budget": BUDGET, "interval": INTERVAL}
 MAX_LEN, PAGE = 9216, 32
 DENSE_BATCH, COMPACTED_BATCH = 32, 128
-"""What the same pool holds: 32 sequences of 8,704 entries, or 128 of 2,176."""
-NUM_PAGES = 1 + DENSE_BATCH * (PROMPT + GENERATED) // PAGE + DENSE_BATCH
+"""What the same pool holds: 32 sequences of 8,704 entries, or 128 of 2,176 and a page each."""
+NUM_PAGES = 1 + COMPACTED_BATCH * ((BUDGET + INTERVAL) // PAGE + 1)
 
 
 class Report:
@@ -98,14 +98,7 @@ def prefill(engine: Engine, pool: KVPool, rate: float) -> dict[str, float]:
     return {"ms": seconds * 1e3, "tokens_per_s": PREFILL / seconds, "of_matmul_rate": (projections + attention) / seconds / rate}
 
 
-def dense_steps(engine: Engine, pool: KVPool) -> dict[str, float]:
-    """Milliseconds a step of the dense batch at contexts along the generation."""
-    contexts = [PROMPT + GENERATED * quarter // 4 for quarter in range(5)]
-    contexts[0] += 32  # a few steps end there
-    return {str(context): bare_decode(engine, pool, DENSE_BATCH, context, 24) * 1e3 for context in contexts}
-
-
-async def service(engine: Engine, data: Path, report: Report, mixed_s: float) -> None:
+async def service(engine: Engine, data: Path, report: Report, generated: int, mixed_s: float) -> None:
     vocab = engine.manifest.model.vocab_size
     loop = asyncio.get_running_loop()
 
@@ -114,15 +107,13 @@ async def service(engine: Engine, data: Path, report: Report, mixed_s: float) ->
 
     async with serve(engine, data, NUM_PAGES) as served:
         await measured("warm_up", served_decode(served, like_requests(COMPACTED_BATCH, vocab, 40, 12)))
+        await measured("first_rounds", served_decode(served, like_requests(1, vocab, BUDGET + 2 * INTERVAL, 8, **ROUNDS)))
         await measured("service", served_decode(served, like_requests(DENSE_BATCH, vocab, CONTEXT - 192, 384)))
-        for name, batch in (("compacted", COMPACTED_BATCH), ("compacted_equal", DENSE_BATCH)):
-            wanted = like_requests(batch, vocab, BUDGET, 512, budget=BUDGET, interval=INTERVAL)
-            with PageWatch(served) as pages:
-                await measured(name, served_decode(served, wanted))
+        runs = {"dense": (DENSE_BATCH, {}), "compacted": (COMPACTED_BATCH, ROUNDS), "compacted_equal": (DENSE_BATCH, ROUNDS)}
+        for name, (batch, rounds) in runs.items():
+            with PageWatch(served, period_s=0.5) as pages:
+                await measured(name, served_decode(served, like_requests(batch, vocab, PROMPT, generated, **rounds)))
             report.figures[f"{name}_pages"] = pages
-        with PageWatch(served) as pages:
-            await measured("dense_pages_run", served_decode(served, like_requests(DENSE_BATCH, vocab, BUDGET, 512)))
-        report.figures["dense_pages"] = pages
         rng = random.Random(1)
         wanted = [
             {"seed": i, "vocab": vocab, "prompt_len": rng.randint(8, 1500), "max_tokens": rng.randint(16, 256),
@@ -133,12 +124,9 @@ async def service(engine: Engine, data: Path, report: Report, mixed_s: float) ->
 
 
 def long_generation(figures: dict[str, Any]) -> dict[str, float]:
-    """Dense over the whole generation, from its step times along it, beside the rate with rounds once the budget is reached."""
-    steps = [ms for _, ms in sorted((int(context), ms) for context, ms in figures["dense_steps"].items())]
-    mean_ms = sum((a + b) / 2 for a, b in itertools.pairwise(steps)) / (len(steps) - 1)
-    dense = DENSE_BATCH / mean_ms * 1e3
+    """Tokens a second with rounds over those without: with as many sequences as the same pool holds of each, and with as many."""
+    dense = figures["dense"]["tokens_per_s"]
     return {
-        "dense_tokens_per_s": dense,
         "over_dense_same_bytes": figures["compacted"]["tokens_per_s"] / dense,
         "over_dense_equal_batch": figures["compacted_equal"]["tokens_per_s"] / dense,
     }
@@ -187,7 +175,6 @@ def engine_figures(engine: Engine, report: Report) -> None:
     pool = KVPool(engine.manifest.cache, NUM_PAGES, "cuda")
     report.section("decode", lambda: decode_table(engine, pool, copy_rate))
     report.section("prefill", lambda: prefill(engine, pool, rate))
-    report.section("dense_steps", lambda: dense_steps(engine, pool))
     context = CONTEXT + 50  # 100 steps around the mean of the served streams
     report.section("bare_tokens_per_s", lambda: DENSE_BATCH / bare_decode(engine, pool, DENSE_BATCH, context, 100))
 
@@ -197,6 +184,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("tests/bench/results/gpu.json"))
     parser.add_argument("--layers", type=int, default=32, help="fewer compile sooner; their ratios are not the whole model's")
     parser.add_argument("--baseline", nargs="*", default=["1,64", "8,32"], help="batches of each transformers process")
+    parser.add_argument("--generated", type=int, default=GENERATED, help="tokens of the long generation")
     parser.add_argument("--mixed-s", type=float, default=60.0, help="seconds over which 200 random requests arrive")
     arguments = parser.parse_args()
     report = Report(arguments.out)
@@ -214,7 +202,7 @@ def main() -> None:
         with gpu_alone():
             engine_figures(engine, report)
             torch.cuda.empty_cache()
-            asyncio.run(service(engine, Path(scratch) / "data", report, arguments.mixed_s))
+            asyncio.run(service(engine, Path(scratch) / "data", report, arguments.generated, arguments.mixed_s))
             report.section("long_generation", lambda: long_generation(report.figures))
             report.section("service_adds", lambda: overhead(report.figures))
             if baselines is not None:

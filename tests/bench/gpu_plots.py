@@ -35,7 +35,7 @@ def plot_pages(figures: dict[str, Any], out: Path) -> str:
     for name, label in (("dense_pages", "dense"), ("compacted_equal_pages", "with rounds")):
         times, pages = zip(*figures[name], strict=True)
         axes.plot(times, pages, label=label)
-    axes.set(xlabel="seconds", ylabel="KV pages in use", title="32 streams, prompts of 2,048, 512 tokens each")
+    axes.set(xlabel="seconds", ylabel="KV pages in use", title="KV pages of 32 streams, 512 tokens of prompt each")
     axes.legend()
     return _save(figure, out, "pages")
 
