@@ -36,6 +36,7 @@ from tests.support.compaction import catalogue
 from tests.support.compaction.case import Case, GroupCase, Rig, choose_kept, differing_bytes, run, shuffled_tables
 from tests.support.compaction.far import differing_far_cells
 from tests.support.compaction.oracle import expected_after
+from tests.support.key_norms.interpreted import wrong_norms
 
 Outcome = tuple[str, int]
 """Name of a comparison, and how many bytes differed."""
@@ -233,7 +234,7 @@ def check_draft_and_wide_rounds(device: torch.device) -> Iterator[Outcome]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    sections_help = "sections (catalogue, waits, value, changing, far, idle, random, runtime, races, large, graph) or rounds"
+    sections_help = "sections (catalogue, waits, value, changing, far, idle, random, norms, runtime, races, large, graph) or rounds"
     parser.add_argument("--only", default="", help=sections_help)
     parser.add_argument("--part", default="0/1", help="I/N: of N shares of the catalogue the I-th, from 0, to run them at once")
     parser.add_argument(
@@ -250,6 +251,7 @@ def main() -> int:
         "far": check_far,
         "idle": check_draft_and_wide_rounds,
         "random": check_random_rounds,
+        "norms": wrong_norms,
     }
     if device.type == "cuda":
         print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
