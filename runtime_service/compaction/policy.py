@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from runtime_service.core.entries import Rows
 from runtime_service.core.sequence import Sequence as KVSequence
@@ -58,6 +56,6 @@ class Policy(Protocol):
         """Whether `score` asks for keys, and so needs a layer that holds every entry."""
         ...
 
-    def score(self, view: KVView) -> NDArray[np.float32]:
-        """float32 `[rows, length]`, higher = keep, never NaN."""
+    def score(self, view: KVView) -> torch.Tensor:
+        """float32 `[rows, length]`, higher = keep, never NaN; where it was computed: nothing waits for a device here."""
         ...

@@ -20,6 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from runtime_service.compaction.accounting import evidence_of
 from runtime_service.compaction.decision import KeepDecision, keep_best
 from runtime_service.compaction.draft import DraftCache
@@ -95,17 +99,25 @@ class Compactor:
         self._commit(cohort, plans, (self._clock() - started) / len(cohort))
         return True
 
-    def decide(self, sequence: KVSequence) -> KeepDecision:
-        compaction = _params(sequence)
-        policy = self._policies[compaction.policy]
-        if sequence.is_replaying:
-            return KeepDecision(sequence.physical_len, sequence.remembered_round(), policy.rows)
-        scores = policy.score(KVView(sequence, self._pool))
-        return keep_best(scores, sequence.positions, compaction.budget, compaction.sinks, policy.rows)
+    def _decide(self, cohort: Sequence[KVSequence]) -> list[KeepDecision]:
+        """All are scored before any score is waited for."""
+        fresh = [sequence for sequence in cohort if not sequence.is_replaying]
+        scored = [self._policy(sequence).score(KVView(sequence, self._pool)) for sequence in fresh]
+        scores = dict(zip(fresh, _on_host(scored), strict=True))
+        return [
+            keep_best(scores[sequence], sequence.positions, params.budget, params.sinks, self._policy(sequence).rows)
+            if sequence in scores
+            else KeepDecision(sequence.physical_len, sequence.remembered_round(), self._policy(sequence).rows)
+            for sequence, params in zip(cohort, map(_params, cohort), strict=True)
+        ]
+
+    def _policy(self, sequence: KVSequence) -> Policy:
+        return self._policies[_params(sequence).policy]
 
     def _plan(self, cohort: Sequence[KVSequence]) -> list[list[CompactionPlan]]:
         """A list of plans for each cache."""
-        decisions = [(sequence, self.decide(sequence), _params(sequence).mode) for sequence in cohort]
+        modes = [_params(sequence).mode for sequence in cohort]
+        decisions = list(zip(cohort, self._decide(cohort), modes, strict=True))
         plans = [[self._target_plan(*decided) for decided in decisions]]
         if self._draft is not None:
             plans.append([self._draft.plan(*decided) for decided in decisions])
@@ -160,6 +172,15 @@ class Compactor:
                 sequence.evidence += evidence
             if self._draft is not None:
                 self._draft.compact(sequence, *draft_plans)
+
+
+def _on_host(scores: Sequence[torch.Tensor]) -> list[NDArray[np.float32]]:
+    """Those on a device come over in one copy."""
+    apart = [tensor for tensor in scores if tensor.device.type != "cpu"]
+    if apart:
+        flat = torch.cat([tensor.flatten() for tensor in apart]).cpu()
+        arrived = iter(flat.split([tensor.numel() for tensor in apart]))
+    return [(tensor if tensor.device.type == "cpu" else next(arrived).view(tensor.shape)).numpy() for tensor in scores]
 
 
 def _params(sequence: KVSequence) -> CompactionParams:

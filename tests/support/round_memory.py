@@ -42,9 +42,9 @@ class Chosen:
         self.rows = RowMode.UNION
         self.by_row: list[list[int]] = []
 
-    def score(self, view: KVView) -> np.ndarray:
+    def score(self, view: KVView) -> torch.Tensor:
         chosen = [self.kept] if self.rows is RowMode.UNION else self.by_row
-        return np.stack([np.isin(np.arange(view.length), kept) for kept in chosen]).astype(np.float32)
+        return torch.from_numpy(np.stack([np.isin(np.arange(view.length), kept) for kept in chosen])).float()
 
 
 class Memory:

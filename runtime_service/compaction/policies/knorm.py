@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from runtime_service.compaction.policy import KVView
 from shared.kernels.compaction.modes import RowMode
@@ -24,17 +22,20 @@ class KNorm:
     rows: RowMode = RowMode.UNION
     reads_keys = True
 
-    def score(self, view: KVView) -> NDArray[np.float32]:
+    def score(self, view: KVView) -> torch.Tensor:
         by_layer = view.key_norms()
         norms_RT = torch.cat(by_layer)  # a row for each head of each layer
         relative_RT = norms_RT / norms_RT.mean(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         match self.rows:
-            case RowMode.UNION:
-                # Every layer has one vote, however many heads it has.
-                votes_R = torch.tensor([1 / len(norms_HT) for norms_HT in by_layer for _ in norms_HT]) / len(by_layer)
-                shared_RT = (relative_RT * votes_R[:, None].to(relative_RT.device)).sum(dim=0, keepdim=True)
+            case RowMode.UNION:  # every layer has one vote, however many heads it has
+                heads = [len(norms_HT) for norms_HT in by_layer]
+                if len(set(heads)) == 1:
+                    shared_RT = relative_RT.mean(dim=0, keepdim=True)
+                else:
+                    layers = torch.split(relative_RT, heads)
+                    shared_RT = torch.stack([relative_HT.mean(dim=0) for relative_HT in layers]).mean(dim=0, keepdim=True)
             case RowMode.PER_HEAD:
                 shared_RT = relative_RT.view(len(by_layer), -1, view.length).mean(dim=0)
             case RowMode.PER_LAYER_HEAD:
                 shared_RT = relative_RT
-        return -shared_RT.cpu().numpy()
+        return -shared_RT

@@ -5,8 +5,7 @@ Source: Xiao et al., Efficient Streaming Language Models with Attention Sinks (2
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
 
 from runtime_service.compaction.policy import KVView
 from shared.kernels.compaction.modes import RowMode
@@ -18,5 +17,5 @@ class SinkRecent:
     rows = RowMode.UNION
     reads_keys = False
 
-    def score(self, view: KVView) -> NDArray[np.float32]:
-        return view.positions.astype(np.float32)
+    def score(self, view: KVView) -> torch.Tensor:
+        return torch.from_numpy(view.positions).float()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from runtime_service.compaction.draft import DraftCache
 from runtime_service.compaction.policy import KVView, Policy
@@ -40,8 +39,9 @@ class Drawn:
     num_rows: int
     reads_keys = False
 
-    def score(self, view: KVView) -> NDArray[np.float32]:
-        return np.random.default_rng(view.logical_length).random((self.num_rows, view.length), dtype=np.float32)
+    def score(self, view: KVView) -> torch.Tensor:
+        drawn = np.random.default_rng(view.logical_length).random((self.num_rows, view.length), dtype=np.float32)
+        return torch.from_numpy(drawn)
 
 
 class Twin:

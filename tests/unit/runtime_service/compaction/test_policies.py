@@ -60,7 +60,7 @@ def test_a_view_shows_lengths_positions_and_the_keys_of_full_layers() -> None:
 
 def test_sink_recent_keeps_the_newest_positions() -> None:
     seen = view(np.ones((3, 2, 5)), positions=[0, 9, 7, 1, 8])
-    scores = SinkRecent().score(seen)
+    scores = SinkRecent().score(seen).numpy()
     assert (scores.dtype, scores.tolist()) == (np.float32, [[0, 9, 7, 1, 8]])
     assert keep_best(scores, seen.positions, budget=3, sinks=1).kept.tolist() == [[0, 1, 4]]
 
@@ -68,7 +68,7 @@ def test_sink_recent_keeps_the_newest_positions() -> None:
 def test_knorm_keeps_the_shortest_keys() -> None:
     norms = np.broadcast_to(np.array([5.0, 1.0, 4.0, 2.0, 3.0, 6.0]), (3, 2, 6))
     seen = view(norms)
-    scores = KNorm().score(seen)
+    scores = KNorm().score(seen).numpy()
     assert scores.dtype == np.float32
     assert keep_best(scores, seen.positions, budget=3, sinks=0).kept.tolist() == [[1, 3, 4]]
 
@@ -79,14 +79,14 @@ def test_heads_that_do_not_share_keep_the_shortest_of_their_own() -> None:
     for row, (layer, head) in enumerate([(0, 0), (0, 1), (2, 0), (2, 1)]):
         norms[layer, head, row] = 1.0
     norms[2, 1, 0] = 0.5
-    per_layer_head = KNorm(RowMode.PER_LAYER_HEAD).score(view(norms))
+    per_layer_head = KNorm(RowMode.PER_LAYER_HEAD).score(view(norms)).numpy()
     assert per_layer_head.shape == (4, 4)
     assert per_layer_head.argmax(axis=1).tolist() == [0, 1, 2, 0]
-    per_head = KNorm(RowMode.PER_HEAD).score(view(norms))
+    per_head = KNorm(RowMode.PER_HEAD).score(view(norms)).numpy()
     assert per_head.shape == (2, 4)
     assert per_head[0].argsort().tolist()[2:] == [0, 2]
     assert per_head[1].argmax() == 0
-    assert KNorm().score(view(norms)).shape == (1, 4)
+    assert KNorm().score(view(norms)).numpy().shape == (1, 4)
 
 
 def test_no_head_outvotes_another_by_having_longer_keys() -> None:
@@ -94,19 +94,19 @@ def test_no_head_outvotes_another_by_having_longer_keys() -> None:
     norms = np.ones((3, 2, 3))
     norms[[0, 0, 2], [0, 1, 0]] = [1.0, 2.0, 2.0]
     norms[2, 1] = [200.0, 200.0, 100.0]
-    assert KNorm().score(view(norms)).argmax() == 0
+    assert KNorm().score(view(norms)).numpy().argmax() == 0
 
 
 def test_sliding_layers_have_no_vote() -> None:
     """Their old cells are stale."""
     norms = np.ones((3, 2, 6))
-    reference = KNorm().score(view(norms))
+    reference = KNorm().score(view(norms)).numpy()
     norms[1] = np.linspace(1, 9, 6)
-    assert KNorm().score(view(norms)).tolist() == reference.tolist()
+    assert KNorm().score(view(norms)).numpy().tolist() == reference.tolist()
 
 
 def test_keys_of_nothing_but_zeros_have_a_score() -> None:
-    assert np.isfinite(KNorm().score(view(np.zeros((3, 2, 4))))).all()
+    assert np.isfinite(KNorm().score(view(np.zeros((3, 2, 4)))).numpy()).all()
 
 
 @pytest.mark.parametrize("name", ["snapkv", "", "sink_recent "])
