@@ -179,7 +179,7 @@ def _on_host(scores: Sequence[torch.Tensor]) -> list[NDArray[np.float32]]:
     apart = [tensor for tensor in scores if tensor.device.type != "cpu"]
     if apart:
         flat = torch.cat([tensor.flatten() for tensor in apart]).cpu()
-        arrived = iter(flat.split([tensor.numel() for tensor in apart]))
+        arrived = iter(torch.split(flat, [tensor.numel() for tensor in apart]))
     return [(tensor if tensor.device.type == "cpu" else next(arrived).view(tensor.shape)).numpy() for tensor in scores]
 
 
