@@ -81,21 +81,18 @@ def read_bytes(engine: Engine) -> int:
     return model.weights_bytes - model.vocab_size * HIDDEN * 2
 
 
-def decode_table(engine: Engine, pool: KVPool, copy: float) -> dict[str, Any]:
-    table = {}
-    for batch in BATCHES:
-        seconds = min(bare_decode(engine, pool, batch, CONTEXT, 60) for _ in range(2))
-        floor = (read_bytes(engine) + batch * CONTEXT * pool.spec.token_bytes) / copy
-        table[str(batch)] = {"ms": seconds * 1e3, "tokens_per_s": batch / seconds, "of_roofline": floor / seconds}
-    return table
+def decode_row(engine: Engine, pool: KVPool, batch: int, copy: float) -> dict[str, float]:
+    seconds = min(bare_decode(engine, pool, batch, CONTEXT, 60) for _ in range(2))
+    floor = (read_bytes(engine) + batch * CONTEXT * pool.spec.token_bytes) / copy
+    return {"ms": seconds * 1e3, "tokens_per_s": batch / seconds, "of_roofline": floor / seconds}
 
 
-def prefill(engine: Engine, pool: KVPool, rate: float) -> dict[str, float]:
-    seconds = bare_prefill(engine, pool, PREFILL, 5)
+def prefill(engine: Engine, pool: KVPool, rate: float, tokens: int = PREFILL) -> dict[str, float]:
+    seconds = bare_prefill(engine, pool, tokens, 5)
     model = engine.manifest.model
-    projections = 2 * PREFILL * (read_bytes(engine) // 2 - model.vocab_size * HIDDEN)
-    attention = 2 * 2 * model.num_layers * HIDDEN * PREFILL**2 // 2
-    return {"ms": seconds * 1e3, "tokens_per_s": PREFILL / seconds, "of_matmul_rate": (projections + attention) / seconds / rate}
+    projections = 2 * tokens * (read_bytes(engine) // 2 - model.vocab_size * HIDDEN)
+    attention = 2 * 2 * model.num_layers * HIDDEN * tokens**2 // 2
+    return {"ms": seconds * 1e3, "tokens_per_s": tokens / seconds, "of_matmul_rate": (projections + attention) / seconds / rate}
 
 
 async def service(engine: Engine, data: Path, report: Report, generated: int, mixed_s: float) -> None:
@@ -173,7 +170,7 @@ def engine_figures(engine: Engine, report: Report) -> None:
     copy_rate = report.section("copy_bytes_per_s", lambda: copy_bandwidth(torch.device("cuda")))
     rate = report.section("matmul_per_s", matmul_rate)
     pool = KVPool(engine.manifest.cache, NUM_PAGES, "cuda")
-    report.section("decode", lambda: decode_table(engine, pool, copy_rate))
+    report.section("decode", lambda: {str(batch): decode_row(engine, pool, batch, copy_rate) for batch in BATCHES})
     report.section("prefill", lambda: prefill(engine, pool, rate))
     context = CONTEXT + 50  # 100 steps around the mean of the served streams
     report.section("bare_tokens_per_s", lambda: DENSE_BATCH / bare_decode(engine, pool, DENSE_BATCH, context, 100))
@@ -195,7 +192,7 @@ def main() -> None:
         directory = Path(scratch) / "engine"
         directory.mkdir()
         started = time.perf_counter()
-        engine = build_random_engine(shape, directory)
+        engine, _ = build_random_engine(shape, directory)
         report.section("build_s", lambda: time.perf_counter() - started)
         if baselines is not None:
             report.section("baseline_ready", baselines.ready)

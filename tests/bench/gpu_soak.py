@@ -64,7 +64,7 @@ async def soak(seconds: float, data: Path) -> dict[str, Any]:
     directory = data / "engine"
     directory.mkdir()
     shape = EngineShape(llama_3_8b(LAYERS), DType.BFLOAT16, MAX_LEN, PAGE, PROFILES, compute_capability())
-    engine = build_random_engine(shape, directory)
+    engine, _ = build_random_engine(shape, directory)
     async with serve(engine, data / "data", NUM_PAGES) as served:
         samples: list[dict[str, float]] = []
         sampling = asyncio.create_task(sample_memory(served, samples))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ class EngineShape:
     target: str
 
 
-def build_random_engine(shape: EngineShape, directory: Path) -> InductorEngine:
+def build_random_engine(shape: EngineShape, directory: Path) -> tuple[InductorEngine, ModelWeights]:
     """Compile `shape` into the empty `directory` and bind it to random weights. Proven like any other; not probed."""
     cache = cache_spec(shape.config, shape.dtype, Layout.PAGED, shape.page_size, shape.max_len)
     backend = InductorBackend.for_target(shape.target)
@@ -62,13 +63,13 @@ def build_random_engine(shape: EngineShape, directory: Path) -> InductorEngine:
     report = prove_decoder(exported, linear)
     report.require()
     program = backend.place_caches(linear, report)
-    weights = random_weights(program, backend.program_device)
+    weights = ModelWeights(random_weights(program, backend.program_device))
     built = backend.build(program, report, directory, lambda *_: None)
     manifest = EngineManifest(
         schema_version=SCHEMA_VERSION,
         artifact_id="e" * 64,
         kind="engine",
-        model=_facts(shape, weights),
+        model=_facts(shape, weights.tensors),
         cache=cache,
         profiles=program.profiles,
         bindings=built.bindings,
@@ -82,10 +83,10 @@ def build_random_engine(shape: EngineShape, directory: Path) -> InductorEngine:
         files=(),
     )
     constants = load_file(directory / CONSTANTS_FILE, device=backend.program_device)
-    constants |= {constant: weights[name] for constant, name in built.constants.items()}
+    constants |= {constant: weights.tensors[name] for constant, name in built.constants.items()}
     bound = Package(directory / PACKAGE_DIRECTORY, backend.program_device).bind(constants)
     steps = HostSteps(bound, manifest) if backend.program_device == "cpu" else GraphedSteps(bound.run, manifest)
-    return InductorEngine(manifest, steps, ModelWeights(weights), ExitStack())
+    return InductorEngine(manifest, steps, weights, ExitStack()), weights
 
 
 def random_weights(program: DecoderProgram, device: str) -> dict[str, Tensor]:
@@ -98,7 +99,7 @@ def random_weights(program: DecoderProgram, device: str) -> dict[str, Tensor]:
     return {name: weight.detach() for name, weight in weights.items()}
 
 
-def _facts(shape: EngineShape, weights: dict[str, Tensor]) -> ModelFacts:
+def _facts(shape: EngineShape, weights: Mapping[str, Tensor]) -> ModelFacts:
     config = shape.config
     return ModelFacts(
         model_id="d" * 64,

@@ -114,5 +114,5 @@ def _facts(config: PreTrainedConfig, lowered: Lowered) -> ModelFacts:
         bos_token_id=None,
         eos_token_ids=(),
         weights_dtype=lowered.program.cache.group_of(0).dtype.value,
-        weights_bytes=0,
+        weights_bytes=sum(lowered.program.program.state_dict[name].nbytes for name in lowered.program.weights),
     )

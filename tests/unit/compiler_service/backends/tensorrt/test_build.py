@@ -12,6 +12,12 @@ from typing import Any
 
 import pytest
 
+from compiler_service.export.geometry import cache_spec
+from compiler_service.export.program import export_decoder
+from compiler_service.spec import profile_set
+from shared.kv_spec import DType, Layout
+from tests.support.decoders import tiny_config
+
 ROOT = Path(__file__).resolve().parents[5]
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch_tensorrt") is None or importlib.util.find_spec("tensorrt_rtx") is None,
@@ -84,6 +90,14 @@ def test_weights_are_inputs_and_tied_ones_are_one(built: dict[str, Any]) -> None
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
     assert len(names) == len(set(names)) == 9 * LAYERS + 2
+
+
+def test_weights_have_the_names_that_inductor_reads_them_by(built: dict[str, Any]) -> None:
+    """So one copy of a model's weights serves engines of both, and tests.bench.gpu_backends compares them on the same ones."""
+    config = tiny_config("llama")
+    cache = cache_spec(config, DType.FLOAT32, Layout.PAGED, 16, 64)
+    program = export_decoder(config, cache, profile_set(("decode=1x1", "prefill=1x16")))
+    assert set(program.weights.values()) == set(built["llama"]["constants"].values())
 
 
 def test_a_plan_may_hold_its_weights(built: dict[str, Any]) -> None:
