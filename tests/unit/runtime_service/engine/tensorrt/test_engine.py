@@ -7,7 +7,6 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from runtime_service.core.params import SamplingParams
 from runtime_service.engine.engine import EngineInputs
 from runtime_service.engine.tensorrt.engine import TensorRTEngine
 from runtime_service.engine.tensorrt.launch import Launch, input_layout
@@ -15,12 +14,10 @@ from runtime_service.engine.weights import ModelWeights
 from runtime_service.kv.pool import KVPool
 from shared.errors import InternalError
 from shared.kv_spec import Layout
-from tests.support.serving import request, run, serving, submit
-from tests.support.tiny_engine import VOCAB, Oracle, TinyEngine
+from tests.support.tiny_engine import VOCAB, TinyEngine
 from tests.support.tiny_launcher import TinyLauncher
 
 PROFILES = ("decode=8x1", "prefill=2x16")
-PROMPTS = [[1, 2, 3], [7] * 20, [5], list(range(30, 47)), [9, 8]]
 
 
 def planned(layout: Layout = Layout.LINEAR) -> tuple[TensorRTEngine, TinyLauncher]:
@@ -34,16 +31,20 @@ def step(table: list[list[int]], tokens: list[int]) -> EngineInputs:
     return EngineInputs("decode", ids, torch.zeros_like(ids), zeros, zeros, torch.tensor(table, dtype=torch.int32))
 
 
-def test_rows_in_slots_apart_are_gathered_in_the_order_of_the_batch() -> None:
+@pytest.mark.parametrize(
+    ("slots", "launches"),
+    [([6, 2, 0, 5, 3], [(2, 2), (5, 2)]), ([4, 2, 3], [(2, 3)]), ([2, 3, 4], [(2, 3)]), ([0, 1], [(1, 1)])],
+    ids=["apart", "neighbours in another order", "neighbours", "padding before"],
+)
+def test_logits_come_in_the_order_of_the_batch(slots: list[int], launches: list[tuple[int, int]]) -> None:
     engine, launcher = planned()
     pools = [KVPool(engine.manifest.cache, 9) for _ in "ab"]
-    inputs = step([[6], [2], [0], [5], [3]], [10, 11, 0, 12, 13])
+    inputs = step([[slot] for slot in slots], [10 + row for row in range(len(slots))])
     got = engine.run(inputs, pools[0])
-    assert [(launch.first_slot, launch.rows) for launch in launcher.launches] == [(2, 2), (5, 2)]
+    assert [(launch.first_slot, launch.rows) for launch in launcher.launches] == launches
     wanted = launcher.engine.run(inputs, pools[1])
-    real = [0, 1, 3, 4]
-    assert torch.equal(got[real], wanted[real])
-    assert got[2].eq(0).all(), "nothing runs for padding"
+    wanted[[row for row, slot in enumerate(slots) if slot == 0]] = 0.0  # nothing runs for padding
+    assert torch.equal(got, wanted)
     assert all(torch.equal(a[:, 1:], b[:, 1:]) for a, b in zip(pools[0].tensors, pools[1].tensors, strict=True))
 
 
@@ -52,20 +53,6 @@ def test_a_step_of_padding_launches_nothing(layout: Layout) -> None:
     engine, launcher = planned(layout)
     assert engine.run(step([[0], [0]], [0, 0]), KVPool(engine.manifest.cache, 4)).tolist() == [[0.0] * VOCAB] * 2
     assert launcher.launches == []
-
-
-@pytest.mark.parametrize("layout", Layout)
-def test_streams_of_an_engine_that_runs_ahead_get_their_own_tokens(layout: Layout) -> None:
-    """Steps of one and of several launches, drawn where the logits lie and by the host, end and begin at different times."""
-    engine, launcher = planned(layout)
-    loop = serving(engine, num_pages={Layout.LINEAR: 8, Layout.PAGED: 120}[layout])
-    by_the_host = SamplingParams(temperature=0.0, logprobs=1)
-    wanted = [request(prompt, 5 + 3 * i, sampling=by_the_host if i == 3 else None) for i, prompt in enumerate(PROMPTS)]
-    streams = submit(loop, *wanted)
-    run(loop)
-    expected = [Oracle().expected_tokens(prompt, 5 + 3 * i) for i, prompt in enumerate(PROMPTS)]
-    assert [stream.tokens() for stream in streams] == expected
-    assert {launch.rows for launch in launcher.launches} >= {1, 2}
 
 
 def test_a_closed_engine_does_not_run() -> None:
