@@ -23,11 +23,11 @@ from shared.ids import PageId
 class Prefix:
     """The `depth` pages that end with `page`. `parent` is the prefix before, or the salt that the first page is found under."""
 
-    parent: Prefix | str
+    parent: Prefix | str = field(repr=False)
     tokens: tuple[int, ...]
     page: PageId
     depth: int
-    children: dict[Prefix, None] = field(default_factory=dict)
+    children: dict[Prefix, None] = field(default_factory=dict, repr=False)
     idle_since: int = 0
 
     @property

@@ -104,6 +104,22 @@ def test_an_owned_page_behind_an_idle_one_is_no_longer_offered_when_that_goes() 
     allocator.check_integrity()
 
 
+def test_a_long_chain_comes_and_goes_without_recursion() -> None:
+    """A prompt of a million tokens is one chain; what it looks like in a message is one page of it."""
+    allocator = PageAllocator(20_001)
+    pages = publish(allocator, [(i,) for i in range(20_000)])
+    last = allocator.find("", (0,))
+    assert len(repr(last)) < 200
+    allocator.release(pages)
+    assert allocator.try_allocate(10) == pages[-10:]
+    allocator.withdraw(pages[:1])
+    assert (allocator.num_free, allocator.num_cached) == (20_000 - 10, 0)
+    del last
+    publish(allocator, [(i,) for i in range(19_000)])
+    allocator.withdraw_all()
+    allocator.check_integrity()
+
+
 def test_evicted_pages_change_hands_behind_the_fence() -> None:
     class Gate:
         waits = 0
