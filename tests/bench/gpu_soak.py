@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
+from runtime_service.engine.engine import Engine
 from shared.gpu import compute_capability
 from shared.kv_spec import DType
 from tests.bench.gpu_cells import mixed_load
-from tests.bench.machine import write_json
+from tests.bench.machine import gpu_alone, write_json
 from tests.bench.random_engine import EngineShape, build_random_engine, llama_3_8b
 from tests.bench.served import Served, serve
 
@@ -65,14 +66,20 @@ async def soak(seconds: float, data: Path) -> dict[str, Any]:
     directory.mkdir()
     shape = EngineShape(llama_3_8b(LAYERS), DType.BFLOAT16, MAX_LEN, PAGE, PROFILES, compute_capability())
     engine, _ = build_random_engine(shape, directory)
-    async with serve(engine, data / "data", NUM_PAGES) as served:
+    with gpu_alone():
+        report, samples = await serve_load(engine, data / "data", seconds)
+    settled = samples[len(samples) // 10 :]
+    grown = {key: settled[-1][key] - settled[0][key] for key in ("device_bytes", "torch_bytes")}
+    return report | {"seconds": seconds, "grown_after_a_tenth": grown, "samples": samples}
+
+
+async def serve_load(engine: Engine, data: Path, seconds: float) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    async with serve(engine, data, NUM_PAGES) as served:
         samples: list[dict[str, float]] = []
         sampling = asyncio.create_task(sample_memory(served, samples))
         report = await mixed_load(served, requests(seconds, engine.manifest.model.vocab_size))
         sampling.cancel()
-    settled = samples[len(samples) // 10 :]
-    grown = {key: settled[-1][key] - settled[0][key] for key in ("device_bytes", "torch_bytes")}
-    return report | {"seconds": seconds, "grown_after_a_tenth": grown, "samples": samples}
+    return report, samples
 
 
 def main() -> None:
