@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,18 +35,22 @@ class InputLayout:
 
     def packed(self, values: Mapping[str, Tensor]) -> Tensor:
         """Every value at its place, on the host, padded with zeros; one that is on the device already is left zero."""
-        buffer = torch.zeros(self.size, dtype=torch.int32)
-        self._put([name for name in self.places if values[name].device.type == "cpu"], values, buffer)
-        return buffer
+        buffer = np.zeros(self.size, dtype=np.int32)
+        for name, (at, shape) in self.places.items():
+            if (value := values[name]).device.type == "cpu":
+                buffer[at : at + math.prod(shape)].reshape(shape)[_head(value)] = value.numpy()
+        return torch.from_numpy(buffer)
 
     def bring(self, values: Mapping[str, Tensor], buffer: Tensor) -> None:
         """Every value to its place in `buffer`, in the current stream's order: nothing waits for the device."""
         host = self.packed(values)
         # torch keeps the pinned memory until the copy is done: a step in flight has its own.
         buffer[: self.size].copy_(host.pin_memory() if buffer.is_cuda else host, non_blocking=True)
-        self._put([name for name in self.places if values[name].device.type != "cpu"], values, buffer)
+        for name in self.places:
+            if (value := values[name]).device.type != "cpu":
+                self.view(buffer, name)[_head(value)].copy_(value)
 
-    def _put(self, names: list[str], values: Mapping[str, Tensor], buffer: Tensor) -> None:
-        for name in names:
-            value = values[name]
-            self.view(buffer, name)[tuple(slice(size) for size in value.shape)].copy_(value)
+
+def _head(value: Tensor) -> tuple[slice, ...]:
+    """What `value` fills of an input that is as large or larger in every axis."""
+    return tuple(slice(size) for size in value.shape)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,25 +34,25 @@ def pack_write(block_table: Tensor, write_start: Tensor, query_len: int, page_si
 
     FieldOutOfRange when two rows write one page: a pool row takes one run.
     """
-    batch = block_table.shape[0]
-    cells = write_start.long()[:, None] + torch.arange(query_len)
-    pages = block_table.long().gather(1, cells // page_size).reshape(-1)
-    rows = torch.arange(batch).repeat_interleave(query_len)
-    real = torch.nonzero(pages != DUMP_PAGE).squeeze(1)
-    pages, rows = pages[real], rows[real]
-    counts = torch.bincount(pages, minlength=num_pages)
-    sorted_by_page = torch.argsort(pages, stable=True)
-    tokens, pages, rows = real[sorted_by_page], pages[sorted_by_page], rows[sorted_by_page]
+    # In numpy: a decode step has few tokens, and a call of torch costs several times one of numpy.
+    cells = write_start.numpy()[:, None] + np.arange(query_len, dtype=np.int32)
+    pages = np.take_along_axis(block_table.numpy(), cells // page_size, axis=1).reshape(-1)
+    real = np.flatnonzero(pages != DUMP_PAGE)
+    tokens = real[np.argsort(pages[real], kind="stable")]
+    pages, rows = pages[tokens], tokens // query_len
     if shared := pages[1:][(pages[1:] == pages[:-1]) & (rows[1:] != rows[:-1])].tolist():
         raise FieldOutOfRange(f"page {shared[0]} would be written by two rows; every row needs pages of its own", field=BLOCK_TABLE)
-    before = counts.cumsum(0) - counts
-    rank = torch.arange(len(tokens)) - before[pages]
-    order = torch.empty(2 * len(tokens), dtype=torch.int64)
-    order[2 * before[pages] + rank] = tokens
-    order[2 * before[pages] + counts[pages] + rank] = batch * query_len + tokens
-    ends = torch.zeros(2 * num_pages + 1, dtype=torch.int64)
-    ends[1:] = counts.repeat_interleave(2).cumsum(0)
-    offsets = torch.zeros(num_pages, dtype=torch.int64)
-    first = tokens[rank == 0]
-    offsets[pages[rank == 0]] = cells.reshape(-1)[first] % page_size
-    return PackedWrite(order.int(), ends.int(), offsets.repeat_interleave(2).int())
+    first = np.flatnonzero(np.diff(pages, prepend=DUMP_PAGE))
+    counts = np.diff(first, append=len(tokens))
+    # A page's keys come before its values: both behind twice the tokens of the pages before it.
+    key = np.arange(len(tokens)) + np.repeat(first, counts)
+    order = np.empty(2 * len(tokens), dtype=np.int32)
+    order[key] = tokens
+    order[key + np.repeat(counts, counts)] = cells.size + tokens
+    written = pages[first]
+    ends = np.zeros(2 * num_pages + 1, dtype=np.int32)
+    ends[2 * written + 1] = ends[2 * written + 2] = counts
+    np.cumsum(ends, out=ends)
+    offsets = np.zeros(2 * num_pages, dtype=np.int32)
+    offsets[2 * written] = offsets[2 * written + 1] = cells.reshape(-1)[tokens[first]] % page_size
+    return PackedWrite(*map(torch.from_numpy, (order, ends, offsets)))
