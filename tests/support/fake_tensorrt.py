@@ -32,7 +32,10 @@ from shared.bindings import (
 from shared.kv_spec import Layout
 from tests.support.tiny_engine import TinyEngine
 
-TRT = SimpleNamespace(ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED="ours"))
+TRT = SimpleNamespace(
+    ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED="ours"),
+    DynamicShapesKernelSpecializationStrategy=SimpleNamespace(EAGER="eager"),
+)
 
 
 class FakeTorch:
@@ -79,13 +82,17 @@ class TinyPlan:
 
     def __init__(self, engine: TinyEngine, gpu: FakeTorch) -> None:
         self.engine, self.gpu = engine, gpu
-        self.contexts = 0
+        self.contexts: list[tuple[str, object]] = []
+        """How kernels are compiled for each context made, and where they are kept."""
 
     def create_runtime_config(self) -> Any:
-        return SimpleNamespace(set_execution_context_allocation_strategy=lambda strategy: None)
+        config = SimpleNamespace(dynamic_shapes_kernel_specialization_strategy="lazy", create_runtime_cache=object)
+        config.set_execution_context_allocation_strategy = lambda strategy: None
+        config.set_runtime_cache = lambda kernels: setattr(config, "kernels", kernels)
+        return config
 
     def create_execution_context(self, config: Any) -> TinyContext:
-        self.contexts += 1
+        self.contexts.append((config.dynamic_shapes_kernel_specialization_strategy, config.kernels))
         return TinyContext(self)
 
     def get_tensor_profile_shape(self, name: str, index: int) -> Any:

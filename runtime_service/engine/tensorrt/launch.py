@@ -63,6 +63,17 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
 
 
+@dataclass(frozen=True, slots=True)
+class _Configs:
+    """How contexts are made. Their scratch memory is ours; those of the RTX flavour share the `kernels` it compiles for each new
+    shape, half a second a context otherwise, at which TensorRT points without holding them. It runs general kernels until those
+    for the shape are compiled behind; a graph would keep the general ones, so what is `recorded` waits for its own."""
+
+    launched: Any
+    recorded: Any
+    kernels: Any
+
+
 def input_layout(launch: Launch, manifest: EngineManifest, num_pages: int) -> InputLayout:
     """Where the inputs of `launch`, on a pool of `num_pages`, lie side by side."""
     names = [name for name in _TOKENS if name != POSITION_IDS or manifest.takes_positions]
@@ -90,7 +101,7 @@ class Launcher:
         self._scratch = torch.empty(max(1, plan.device_memory_size_v2), dtype=torch.uint8, device="cuda")
         self._aliases = {alias.input: alias.output for alias in manifest.aliases}
         self._copies = {b.name: _rows_like(b, rows) for b in manifest.bindings if b.role is Role.OUTPUT and b.name != LOGITS}
-        self._config, self._kernels = _context_config(trt, plan)
+        self._configs = _make_configs(trt, plan)
         self._contexts: dict[int, Any] = {}
         self._graphs: OrderedDict[Launch, _Captured] = OrderedDict()
         self._pool: KVPool | None = None
@@ -116,7 +127,7 @@ class Launcher:
             else:
                 context = self._contexts.get(launch.profile)
                 if context is None:
-                    context = self._contexts[launch.profile] = self._context(launch.profile)
+                    context = self._contexts[launch.profile] = self._context(launch.profile, self._configs.launched)
                 self._bind(context, launch, layout, pool)
                 self._execute(context, launch, pool)
         torch.cuda.current_stream().wait_stream(self._stream)
@@ -153,7 +164,7 @@ class Launcher:
         step is idempotent, since it writes the same rows again."""
         captured = self._graphs.get(launch)
         if captured is None:
-            context = self._context(launch.profile)
+            context = self._context(launch.profile, self._configs.recorded)
             self._bind(context, launch, layout, pool)
             self._execute(context, launch, pool)
             self._stream.synchronize()
@@ -167,8 +178,8 @@ class Launcher:
         self._graphs.move_to_end(launch)
         return captured
 
-    def _context(self, profile: int) -> Any:
-        context = self._plan.create_execution_context(self._config)
+    def _context(self, profile: int, config: Any) -> Any:
+        context = self._plan.create_execution_context(config)
         if context is None:
             raise InternalError("TensorRT made no execution context; its errors are in the log")
         context.set_device_memory(self._scratch.data_ptr(), self._scratch.numel())
@@ -239,16 +250,18 @@ class Launcher:
                 )
 
 
-def _context_config(trt: Any, plan: Any) -> tuple[Any, Any]:
-    """(how contexts are made, what they share). Their scratch memory is ours; those of the RTX flavour share the kernels it
-    compiles for each new shape, half a second a context otherwise. TensorRT points at both without holding them."""
-    config = plan.create_runtime_config()
-    config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-    if not hasattr(config, "create_runtime_cache"):
-        return config, None
-    kernels = config.create_runtime_cache()
-    config.set_runtime_cache(kernels)
-    return config, kernels
+def _make_configs(trt: Any, plan: Any) -> _Configs:
+    kernels = None
+    configs = [plan.create_runtime_config() for _ in range(2)]
+    for config in configs:
+        config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if hasattr(config, "create_runtime_cache"):
+            kernels = kernels or config.create_runtime_cache()
+            config.set_runtime_cache(kernels)
+    launched, recorded = configs
+    if kernels is not None:
+        recorded.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+    return _Configs(launched, recorded, kernels)
 
 
 def _rows_like(binding: BindingSpec, rows: int) -> Tensor:

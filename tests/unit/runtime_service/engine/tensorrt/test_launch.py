@@ -84,10 +84,21 @@ def test_steady_decode_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     pool = planned.pool()
     for start in range(6):
         planned.step(pool, [2, 3, 6], start)
-        seen.append((planned.gpu.waits, planned.plan.contexts))
+        seen.append((planned.gpu.waits, len(planned.plan.contexts)))
     assert seen[1:] == [seen[0]] * 5, "recorded once for each of the two launches of a step, then replayed"
     planned.step(pool, [2, 3, 4], 6)
-    assert planned.plan.contexts == seen[0][1] + 1, "three neighbours are another launch"
+    assert len(planned.plan.contexts) == seen[0][1] + 1, "three neighbours are another launch"
+
+
+def test_a_graph_waits_for_kernels_of_its_shape_and_a_prefill_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a graph has recorded it keeps; prefills come in every length."""
+    planned = Planned(monkeypatch)
+    loop = serving(planned.engine, num_pages=8)
+    submit(loop, request(PROMPTS[0], 4))
+    run(loop)
+    strategies, kernels = zip(*planned.plan.contexts, strict=True)
+    assert strategies == ("lazy", "eager")
+    assert kernels[0] is kernels[1], "compiled once for all contexts"
 
 
 def test_a_step_on_another_pool_waits_for_the_last_one_before_it_lets_go_of_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +117,9 @@ def test_graphs_that_were_not_used_for_longest_are_let_go(monkeypatch: pytest.Mo
     pool = planned.pool()
     for slots in ([1], [2], [1], [3], [1]):
         planned.step(pool, slots, 0)
-    assert planned.plan.contexts == 3
+    assert len(planned.plan.contexts) == 3
     planned.step(pool, [2], 0)
-    assert planned.plan.contexts == 4
+    assert len(planned.plan.contexts) == 4
 
 
 def test_logits_are_overwritten_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
