@@ -26,7 +26,7 @@ from tests.bench.machine import gpu_alone, write_json
 from tests.bench.random_engine import EngineShape, build_random_engine, llama_3_8b
 from tests.bench.served import Served, serve
 
-LAYERS, MAX_LEN, PAGE, NUM_PAGES = 8, 2048, 32, 1500
+MAX_LEN, PAGE, NUM_PAGES = 2048, 32, 1500
 PROFILES = ("decode=64x1", "prefill=2x1024")
 BURST, REQUESTS_A_SECOND = 80, 12.0
 SAMPLE_S = 5.0
@@ -61,10 +61,10 @@ async def sample_memory(served: Served, samples: list[dict[str, float]]) -> None
         await asyncio.sleep(SAMPLE_S)
 
 
-async def soak(seconds: float, data: Path) -> dict[str, Any]:
+async def soak(seconds: float, layers: int, data: Path) -> dict[str, Any]:
     directory = data / "engine"
     directory.mkdir()
-    shape = EngineShape(llama_3_8b(LAYERS), DType.BFLOAT16, MAX_LEN, PAGE, PROFILES, compute_capability())
+    shape = EngineShape(llama_3_8b(layers), DType.BFLOAT16, MAX_LEN, PAGE, PROFILES, compute_capability())
     engine, _ = build_random_engine(shape, directory)
     with gpu_alone():
         report, samples = await serve_load(engine, data / "data", seconds)
@@ -85,10 +85,11 @@ async def serve_load(engine: Engine, data: Path, seconds: float) -> tuple[dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("tests/bench/results/gpu_soak.json"))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        report = asyncio.run(soak(arguments.seconds, Path(scratch)))
+        report = asyncio.run(soak(arguments.seconds, arguments.layers, Path(scratch)))
     write_json(arguments.out, report)
     print({key: value for key, value in report.items() if key != "samples"})
     sound = not report["errors"] and not report["pages_missing"] and not report["pages_leaked"]

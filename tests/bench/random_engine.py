@@ -64,7 +64,8 @@ def build_random_engine(shape: EngineShape, directory: Path) -> tuple[InductorEn
     report.require()
     program = backend.place_caches(linear, report)
     weights = ModelWeights(random_weights(program, backend.program_device))
-    built = backend.build(program, report, directory, lambda *_: None)
+    unread = directory / "weights.safetensors"  # a package has its weights beside it
+    built = backend.build(program, report, unread, directory, lambda *_: None)
     manifest = EngineManifest(
         schema_version=SCHEMA_VERSION,
         artifact_id="e" * 64,

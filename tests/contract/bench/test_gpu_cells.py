@@ -7,26 +7,37 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from runtime_service.engine.engine import Engine
-from runtime_service.engine.loader import EngineLoader
 from runtime_service.kv.pool import KVPool
-from shared.kv_spec import Layout
+from shared.kv_spec import DType
 from tests.bench.gpu import long_generation
 from tests.bench.gpu_cells import PageWatch, bare_decode, bare_prefill, like_requests, mixed_load, served_decode
 from tests.bench.gpu_plots import plot_decode, plot_pages
+from tests.bench.random_engine import EngineShape, build_random_engine
 from tests.bench.served import serve
-from tests.support.engines import tiny_engine
 
 VOCAB, PAGES = 400, 60
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    tiny = tiny_engine("llama", Layout.PAGED)
-    loaded = EngineLoader().load(tiny.store.open(tiny.engine_id), tiny.store.open(tiny.model_id))
-    yield loaded
-    loaded.close()
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Of random weights, as the benchmark builds its own."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    shape = EngineShape(config, DType.FLOAT32, 128, 8, ("decode=8x1", "prefill=1x64"), "cpu")
+    built, _ = build_random_engine(shape, tmp_path_factory.mktemp("engine"))
+    yield built
+    built.close()
 
 
 def test_the_bare_loop_decodes_up_to_the_context(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
