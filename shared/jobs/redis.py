@@ -23,6 +23,8 @@ from shared.jobs.lifecycle import Change
 from shared.jobs.queue import QueuePolicy, Submission
 from shared.jobs.stored import StoredQueue, readable
 
+CONNECTIONS = 100
+"""Of one process; more commands at the same time wait for one. A worker that waits for a job holds one, 64 at most."""
 CONSUMER_RETENTION_S = 3600.0
 _PREFIX = "{quire}:"
 _GROUP = "workers"
@@ -59,7 +61,10 @@ class RedisQueue(StoredQueue):
         clock: Callable[[], float] | None = None,
     ) -> RedisQueue:
         """Open `redis://`, `rediss://` or `unix://`. StoreUnavailable for a server that does not answer or may evict jobs."""
-        client = redis.asyncio.Redis.from_url(url, socket_timeout=10.0, socket_connect_timeout=5.0)
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            url, max_connections=CONNECTIONS, timeout=10.0, socket_timeout=10.0, socket_connect_timeout=5.0
+        )
+        client = redis.asyncio.Redis.from_pool(pool)
         queue = cls(client, policy or QueuePolicy(), clock)
         try:
             with _translated():

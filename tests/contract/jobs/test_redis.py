@@ -11,9 +11,9 @@ import redis
 import structlog.testing
 
 from shared.errors import QueueFull, StoreUnavailable
-from shared.jobs.job import JobState
+from shared.jobs.job import HeartbeatAnswer, JobState
 from shared.jobs.queue import QueuePolicy
-from shared.jobs.redis import RedisQueue
+from shared.jobs.redis import CONNECTIONS, RedisQueue
 from tests.support.job_queues import ERROR, Backend, claim, redis_backend, submit, succeed
 from tests.support.redis_server import RedisServer
 
@@ -295,3 +295,14 @@ async def test_a_cancelled_task_ends_whenever_the_cancellation_comes(backend: Ba
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(asyncio.shield(task), 5.0)
+
+
+async def test_any_number_of_watchers_takes_turns_on_a_bounded_number_of_connections(backend: Backend, server: Any) -> None:
+    """redis-py's own pool refuses the hundred-and-first command at the same time: a heartbeat's, as well as a watcher's."""
+    queue = await backend.open()
+    job_id = (await submit(queue)).job.job_id
+    token = (await claim(queue)).token
+    seen = await asyncio.gather(*(queue.get(job_id) for _ in range(500)), queue.heartbeat(token))
+    assert {job.job_id for job in seen[:-1]} == {job_id}
+    assert seen[-1] is HeartbeatAnswer.CONTINUE
+    assert server.info("clients")["connected_clients"] <= CONNECTIONS + 20
