@@ -60,7 +60,7 @@ def _query_len(program: Program, values: Values) -> Linear | None:
 
 
 def _upper_bound(program: Program, length: Linear) -> int | None:
-    bounds = {str(symbol): limits.upper for symbol, limits in program.sizes.items()}
+    bounds = {program.size_names.get(symbol, str(symbol)): limits.upper for symbol, limits in program.sizes.items()}
     total = length.const
     for term, factor in length.terms:
         upper = bounds.get(term.source)

@@ -97,9 +97,13 @@ class Values:
                 total = total + self._symbols[rest].scaled(int(factor))
             else:
                 sized = bool(rest.is_nonnegative)
-                term = algebra.symbol(str(rest), nonnegative=sized, given=sized)
+                term = algebra.symbol(self._shown(rest), nonnegative=sized, given=sized)
                 total = total + term.scaled(int(factor))
         return total
+
+    def _shown(self, expression: sympy.Expr) -> str:
+        names = self._program.size_names
+        return str(expression.xreplace({size: sympy.Symbol(name) for size, name in names.items()}))
 
     def _visit(self, node: fx.Node) -> None:
         value = node.meta.get("val")

@@ -7,7 +7,7 @@ is a node like any other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import sympy
@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from torch.utils._sympy.value_ranges import ValueRanges
+
+from shared.bindings import INPUT_IDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,14 @@ class CacheNodes:
 @dataclass(frozen=True, slots=True)
 class Program:
     """`outputs` are the user's. `constants` are the tensors whose values are fixed, by placeholder or get_attr node name.
-    `sizes` bounds the size symbols."""
+    `sizes` bounds the size symbols; `size_names` are the ones people know them by."""
 
     graph: fx.Graph
     caches: Mapping[str, CacheNodes]
     outputs: tuple[fx.Node, ...]
     constants: Mapping[str, Tensor]
     sizes: Mapping[sympy.Symbol, ValueRanges[sympy.Expr]]
+    size_names: Mapping[sympy.Symbol, str]
 
 
 def is_functional(graph: fx.Graph) -> bool:
@@ -99,7 +102,21 @@ def read_program(exported: ExportedProgram, caches: Mapping[str, CacheDecl]) -> 
         outputs=tuple(outputs),
         constants=_constants(exported, written=set(new)),
         sizes=exported.range_constraints,
+        size_names=_size_names(exported.graph, sites.values()),
     )
+
+
+def _size_names(graph: fx.Graph, caches: Iterable[CacheNodes]) -> dict[sympy.Symbol, str]:
+    """What the open sizes of the tokens and the caches are called, where they have a symbol of their own."""
+    tokens = [node for node in graph.find_nodes(op="placeholder") if node.name == INPUT_IDS]
+    axes = [(node, axis, name) for node in tokens for axis, name in enumerate(("batch", "query_len"))]
+    axes += [(cache.old, cache.decl.seq_axis, "max_len") for cache in caches]
+    names: dict[sympy.Symbol, str] = {}
+    for node, axis, name in axes:
+        size = node.meta["val"].shape[axis]
+        if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol) and name not in names.values():
+            names.setdefault(size.node.expr, name)
+    return names
 
 
 def shared_memory(exported: ExportedProgram, caches: Mapping[str, CacheDecl]) -> dict[str, str]:

@@ -173,6 +173,7 @@ def error_message(error: JobError) -> common_pb2.Error:
         message=error.message,
         retryable=error.retryable,
         metadata=error.details,
+        field=error.at,
     )
 
 

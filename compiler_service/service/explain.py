@@ -57,5 +57,6 @@ class Explainer:
                 return message
             if isinstance(message, Failed):
                 process.drop_log()
-                raise error_class(message.error.reason)(message.error.message, details=message.error.details)
+                error = message.error
+                raise error_class(error.reason)(error.message, field=error.at, details=error.details)
         raise BuildFailed(f"the process that explains {await process.how_it_ended()}")

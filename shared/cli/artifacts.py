@@ -1,4 +1,4 @@
-"""`quire artifacts`: ls, show, verify, rm, explain-miss, gc, sign."""
+"""`quire artifacts`: ls, show, verify, check, rm, explain-miss, gc, sign."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shared.cli.compile import PROOF_COLUMNS, proof_row
 from shared.cli.options import byte_count, profile_words, seconds, word_of
 from shared.cli.session import session_of
 from shared.cli.spec import takes_spec
-from shared.errors import BackendUnavailable
-from shared.pb.quire.v1 import common_pb2, compiler_pb2
+from shared.errors import BackendUnavailable, EngineIncompatible
+from shared.pb.quire.v1 import common_pb2, compiler_pb2, control_pb2
 
 app = typer.Typer(help="Compiled engines and model components.", no_args_is_help=True)
 ArtifactId = Annotated[str, typer.Argument(help="artifact id (64 hex digits)")]
@@ -82,6 +82,25 @@ def verify(context: typer.Context, artifact_id: ArtifactId) -> None:
         session.print_json(response)
     else:
         session.print(f"{response.files_checked} files, {response.bytes_checked} bytes: as the manifest says")
+
+
+@app.command()
+def check(context: typer.Context, artifact_id: ArtifactId) -> None:
+    """Say whether the runtime's device can run an engine, before it is loaded. Exit code 5 where it cannot."""
+    session = session_of(context)
+    with session.control() as stub:
+        device = stub.GetServerInfo(control_pb2.GetServerInfoRequest()).device
+    with session.compiler() as stub:
+        found = stub.CheckCompatibility(compiler_pb2.CheckCompatibilityRequest(artifact_id=artifact_id, device=device))
+    if session.as_json:
+        session.print_json(found)
+    level = word_of(compiler_pb2.Compatibility, "COMPATIBILITY", found.compatibility)
+    sides = f"{found.field}: the engine has {found.expected}, the runtime's {device.kind} {found.got}"
+    if found.compatibility == compiler_pb2.COMPATIBILITY_UNSUPPORTED:
+        details = {"field": found.field, "expected": found.expected, "got": found.got}
+        raise EngineIncompatible(f"{level}: {sides}; compile it again for this device", details=details)
+    if not session.as_json:
+        session.print(f"{level}: {sides}" if found.field else level)
 
 
 @app.command()

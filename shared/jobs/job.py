@@ -60,17 +60,20 @@ class JobLimits:
 
 @dataclass(frozen=True, slots=True)
 class JobError:
-    """Why an attempt or a job ended badly: the wire facts of a QuireError."""
+    """Why an attempt or a job ended badly: the wire facts of a QuireError. `at` is the request's field at fault, if one is."""
 
     reason: str
     message: str
     retryable: bool = False
     details: dict[str, str] = field(default_factory=dict)
+    at: str = ""
 
     @classmethod
     def of(cls, error: QuireError) -> JobError:
         details = {clip(name): clip(value) for name, value in error.details.items()}
-        return cls(reason=error.reason, message=clip(error.message), retryable=error.retryable, details=details)
+        return cls(
+            reason=error.reason, message=clip(error.message), retryable=error.retryable, details=details, at=clip(error.field)
+        )
 
 
 @dataclass(frozen=True, slots=True)

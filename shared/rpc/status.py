@@ -82,6 +82,7 @@ def to_message(error: QuireError) -> common_pb2.Error:
         message=clip(error.message),
         retryable=error.retryable,
         metadata={clip(k): clip(v) for k, v in error.details.items()},
+        field=clip(error.field),
     )
 
 
@@ -97,7 +98,7 @@ def error_class(reason: str) -> type[QuireError]:
 
 def from_message(message: common_pb2.Error) -> QuireError:
     """A client-side exception of the class that the server raised."""
-    return error_class(message.reason)(message.message, details=dict(message.metadata))
+    return error_class(message.reason)(message.message, field=message.field, details=dict(message.metadata))
 
 
 def from_rpc_error(error: grpc.RpcError) -> QuireError:

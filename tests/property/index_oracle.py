@@ -46,7 +46,7 @@ class Judgement:
 def prove(program: IndexProgram) -> WriteProof:
     nodes = CacheNodes(CacheDecl("cache", layer=0), program.cache.node, program.written)
     # The written value is an output as well, which counts as somebody reading it.
-    whole = Program(program.graph, {NAME: nodes}, (program.written,), program.constants, {})
+    whole = Program(program.graph, {NAME: nodes}, (program.written,), program.constants, {}, {})
     return prove_writes(whole)[NAME]
 
 

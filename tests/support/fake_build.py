@@ -93,7 +93,7 @@ def main() -> None:
         case "built":
             channel.send(Built(plan.get("artifact_id", "a" * 64), plan.get("reused", False)))
         case "failed":
-            channel.send(Failed(JobError.of(SourceInvalid("shard 2 is missing", details={"shard": "2"}))))
+            channel.send(Failed(JobError.of(SourceInvalid("shard 2 is missing", field="spec.source", details={"shard": "2"}))))
         case "retryable":
             channel.send(Failed(JobError.of(StoreUnavailable("the disk is full"))))
         case "crash":

@@ -27,9 +27,12 @@ async def test_an_explanation_lists_every_cache_and_stores_nothing(client):
     assert not (await client.stub.ListCompileJobs(pb.ListCompileJobsRequest())).jobs
 
 
-@pytest.mark.parametrize(("end", "reason"), [("failed", "SOURCE_INVALID"), ("crash", "BUILD_FAILED"), ("garbage", "INTERNAL")])
-async def test_an_explanation_that_fails_is_the_callers_error(client, end, reason):
-    with refused(reason):
+@pytest.mark.parametrize(
+    ("end", "reason", "field"),
+    [("failed", "SOURCE_INVALID", "spec.source"), ("crash", "BUILD_FAILED", ""), ("garbage", "INTERNAL", "")],
+)
+async def test_an_explanation_that_fails_is_the_callers_error(client, end, reason, field):
+    with refused(reason, field):
         await explain(client, end=end)
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/common.proto\x12\x08quire.v1\"2\n\tSizeRange\x12\x0b\n\x03min\x18\x01 \x01(\r\x12\x0b\n\x03opt\x18\x02 \x01(\r\x12\x0b\n\x03max\x18\x03 \x01(\r\"o\n\x13OptimizationProfile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x13.quire.v1.SizeRange\x12&\n\tquery_len\x18\x03 \x01(\x0b\x32\x13.quire.v1.SizeRange\"\xab\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\x12/\n\x08metadata\x18\x05 \x03(\x0b\x32\x1d.quire.v1.Error.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xc5\x01\n\nCacheProof\x12\r\n\x05\x63\x61\x63he\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0c\n\x04\x66orm\x18\x03 \x01(\t\x12\x0c\n\x04\x61xis\x18\x04 \x01(\r\x12\r\n\x05start\x18\x05 \x01(\t\x12\x0e\n\x06length\x18\x06 \x01(\t\x12\x16\n\x0everdict_before\x18\x07 \x01(\t\x12\x15\n\rverdict_after\x18\x08 \x01(\t\x12\x0f\n\x07\x62inding\x18\t \x01(\t\x12\x0f\n\x07\x61liased\x18\n \x01(\x08\x12\x0e\n\x06reason\x18\x0b \x01(\t*h\n\x07\x42\x61\x63kend\x12\x17\n\x13\x42\x41\x43KEND_UNSPECIFIED\x10\x00\x12\x14\n\x10\x42\x41\x43KEND_INDUCTOR\x10\x01\x12\x18\n\x14\x42\x41\x43KEND_TENSORRT_RTX\x10\x02\x12\x14\n\x10\x42\x41\x43KEND_TENSORRT\x10\x03*P\n\x08KVLayout\x12\x19\n\x15KV_LAYOUT_UNSPECIFIED\x10\x00\x12\x13\n\x0fKV_LAYOUT_PAGED\x10\x01\x12\x14\n\x10KV_LAYOUT_LINEAR\x10\x02*p\n\x0e\x43ompactionMode\x12\x1f\n\x1b\x43OMPACTION_MODE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43OMPACTION_MODE_ORDERED\x10\x01\x12 \n\x1c\x43OMPACTION_MODE_HOLE_FILLING\x10\x02*z\n\x0b\x45lementType\x12\x1c\n\x18\x45LEMENT_TYPE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT32\x10\x01\x12\x19\n\x15\x45LEMENT_TYPE_BFLOAT16\x10\x02\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT16\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/common.proto\x12\x08quire.v1\"2\n\tSizeRange\x12\x0b\n\x03min\x18\x01 \x01(\r\x12\x0b\n\x03opt\x18\x02 \x01(\r\x12\x0b\n\x03max\x18\x03 \x01(\r\"o\n\x13OptimizationProfile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x13.quire.v1.SizeRange\x12&\n\tquery_len\x18\x03 \x01(\x0b\x32\x13.quire.v1.SizeRange\"\xba\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\x12/\n\x08metadata\x18\x05 \x03(\x0b\x32\x1d.quire.v1.Error.MetadataEntry\x12\r\n\x05\x66ield\x18\x06 \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xc5\x01\n\nCacheProof\x12\r\n\x05\x63\x61\x63he\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0c\n\x04\x66orm\x18\x03 \x01(\t\x12\x0c\n\x04\x61xis\x18\x04 \x01(\r\x12\r\n\x05start\x18\x05 \x01(\t\x12\x0e\n\x06length\x18\x06 \x01(\t\x12\x16\n\x0everdict_before\x18\x07 \x01(\t\x12\x15\n\rverdict_after\x18\x08 \x01(\t\x12\x0f\n\x07\x62inding\x18\t \x01(\t\x12\x0f\n\x07\x61liased\x18\n \x01(\x08\x12\x0e\n\x06reason\x18\x0b \x01(\t*h\n\x07\x42\x61\x63kend\x12\x17\n\x13\x42\x41\x43KEND_UNSPECIFIED\x10\x00\x12\x14\n\x10\x42\x41\x43KEND_INDUCTOR\x10\x01\x12\x18\n\x14\x42\x41\x43KEND_TENSORRT_RTX\x10\x02\x12\x14\n\x10\x42\x41\x43KEND_TENSORRT\x10\x03*P\n\x08KVLayout\x12\x19\n\x15KV_LAYOUT_UNSPECIFIED\x10\x00\x12\x13\n\x0fKV_LAYOUT_PAGED\x10\x01\x12\x14\n\x10KV_LAYOUT_LINEAR\x10\x02*p\n\x0e\x43ompactionMode\x12\x1f\n\x1b\x43OMPACTION_MODE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43OMPACTION_MODE_ORDERED\x10\x01\x12 \n\x1c\x43OMPACTION_MODE_HOLE_FILLING\x10\x02*z\n\x0b\x45lementType\x12\x1c\n\x18\x45LEMENT_TYPE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT32\x10\x01\x12\x19\n\x15\x45LEMENT_TYPE_BFLOAT16\x10\x02\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT16\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,22 +33,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ERROR_METADATAENTRY']._loaded_options = None
   _globals['_ERROR_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_BACKEND']._serialized_start=574
-  _globals['_BACKEND']._serialized_end=678
-  _globals['_KVLAYOUT']._serialized_start=680
-  _globals['_KVLAYOUT']._serialized_end=760
-  _globals['_COMPACTIONMODE']._serialized_start=762
-  _globals['_COMPACTIONMODE']._serialized_end=874
-  _globals['_ELEMENTTYPE']._serialized_start=876
-  _globals['_ELEMENTTYPE']._serialized_end=998
+  _globals['_BACKEND']._serialized_start=589
+  _globals['_BACKEND']._serialized_end=693
+  _globals['_KVLAYOUT']._serialized_start=695
+  _globals['_KVLAYOUT']._serialized_end=775
+  _globals['_COMPACTIONMODE']._serialized_start=777
+  _globals['_COMPACTIONMODE']._serialized_end=889
+  _globals['_ELEMENTTYPE']._serialized_start=891
+  _globals['_ELEMENTTYPE']._serialized_end=1013
   _globals['_SIZERANGE']._serialized_start=35
   _globals['_SIZERANGE']._serialized_end=85
   _globals['_OPTIMIZATIONPROFILE']._serialized_start=87
   _globals['_OPTIMIZATIONPROFILE']._serialized_end=198
   _globals['_ERROR']._serialized_start=201
-  _globals['_ERROR']._serialized_end=372
-  _globals['_ERROR_METADATAENTRY']._serialized_start=325
-  _globals['_ERROR_METADATAENTRY']._serialized_end=372
-  _globals['_CACHEPROOF']._serialized_start=375
-  _globals['_CACHEPROOF']._serialized_end=572
+  _globals['_ERROR']._serialized_end=387
+  _globals['_ERROR_METADATAENTRY']._serialized_start=340
+  _globals['_ERROR_METADATAENTRY']._serialized_end=387
+  _globals['_CACHEPROOF']._serialized_start=390
+  _globals['_CACHEPROOF']._serialized_end=587
 # @@protoc_insertion_point(module_scope)
