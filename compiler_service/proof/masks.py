@@ -104,11 +104,12 @@ class _Reader:
 
     def _quotient(self, value: object) -> tuple[Grid, int] | None:
         """(dividend, divisor) of a division that rounds down to integers."""
-        if not isinstance(value, fx.Node) or str(value.target) not in rules.FLOOR_DIVISIONS:
+        if not isinstance(value, fx.Node) or str(value.target) not in rules.DIVISIONS:
             return None
         arguments = bind(value)
         dividend, divisor = self._integers(arguments["self"]), arguments["other"]
-        if dividend is None or not isinstance(divisor, int) or divisor < 1:
+        rounding = arguments.get("rounding_mode", rules.DIVISIONS[str(value.target)])
+        if dividend is None or not isinstance(divisor, int) or divisor < 1 or rounding != "floor":
             return None
         return dividend, divisor
 

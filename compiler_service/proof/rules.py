@@ -284,7 +284,11 @@ METADATA = frozenset(
 
 SLICE = "aten.slice.Tensor"
 EXPAND = "aten.expand.default"
-FLOOR_DIVISIONS = frozenset(_aten("floor_divide floor_divide.Scalar"))
+DIVISIONS: Mapping[str, str | None] = {
+    # how one rounds where no argument says so
+    **dict.fromkeys(_aten("floor_divide floor_divide.Scalar"), "floor"),
+    **dict.fromkeys(_aten("div.Tensor_mode div.Scalar_mode")),
+}
 EQUALITY = frozenset(_aten("eq.Scalar eq.Tensor"))
 
 LAYOUT = frozenset(

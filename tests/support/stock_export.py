@@ -30,17 +30,21 @@ class StockStep(nn.Module):
                 self.register_buffer(f"value_cache_{self.num_caches}", torch.zeros_like(layer.values))
                 self.num_caches += 1
 
-    def forward(self, input_ids: Tensor, start: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, start: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Logits `[1, n, vocab]` of the tokens written from cell `start` on."""
+        given = {} if position_ids is None else {"position_ids": position_ids}
         for index, layer in enumerate(layer for layer in self.cache.layers if layer.is_initialized):
             layer.keys, layer.values = getattr(self, f"key_cache_{index}"), getattr(self, f"value_cache_{index}")
             layer.cumulative_length = start.clone()
-        logits: Tensor = self.model(input_ids=input_ids, past_key_values=self.cache, use_cache=True).logits
+        logits: Tensor = self.model(input_ids=input_ids, past_key_values=self.cache, use_cache=True, **given).logits
         return logits
 
 
-def export_stock(model: PreTrainedModel, max_len: int, longest: int) -> ExportedProgram:
-    """The step with a query length of 1 to `longest`, batch 1."""
-    inputs = (torch.zeros(1, min(5, longest), dtype=torch.int64), torch.tensor(3))
+def export_stock(model: PreTrainedModel, max_len: int, longest: int, *, positions: bool = False) -> ExportedProgram:
+    """The step with a query length of 1 to `longest`, batch 1. With `positions` they are an input, otherwise the cells written."""
+    ids, length = torch.zeros(1, min(5, longest), dtype=torch.int64), {1: Dim("length", min=1, max=longest)}
+    inputs, shapes = (ids, torch.tensor(3)), (length, None)
     step = StockStep(model, max_len)
-    return export(step, inputs, dynamic_shapes=({1: Dim("length", min=1, max=longest)}, None), strict=False)
+    if not positions:
+        return export(step, inputs, dynamic_shapes=shapes, strict=False)
+    return export(step, (*inputs, ids.clone()), dynamic_shapes=(*shapes, length), strict=False)

@@ -9,10 +9,11 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
-from compiler_service.backends.tensorrt.layers import Layers
+from compiler_service.backends.tensorrt.layers import DTYPES, Layers
 
 aten = torch.ops.aten
 Converter = Callable[[Layers, fx.Node, tuple[Any, ...], dict[str, Any]], Any]
@@ -22,6 +23,16 @@ def _empty(layers: Layers, node: fx.Node, args: tuple[Any, ...], kwargs: dict[st
     """Zeros: whoever reads a cell of it has written it before."""
     fixed = all(isinstance(size, int) for size in args[0])
     return torch.zeros(args[0], dtype=node.meta["val"].dtype) if fixed else NotImplemented
+
+
+def _quotient(layers: Layers, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An integer by a number, as the fraction it is; the registry's converter would round it."""
+    dividend, divisor = args
+    dtype = node.meta["val"].dtype
+    if not isinstance(divisor, int | float) or node.all_input_nodes[0].meta["val"].dtype.is_floating_point:
+        return NotImplemented
+    by = layers.constant(np.full((1,) * len(dividend.shape), divisor, dtype=np.float32), DTYPES[dtype])
+    return layers.elementwise("DIV", layers.cast(dividend, DTYPES[dtype]), by)
 
 
 def _gather(layers: Layers, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -42,6 +53,7 @@ def _item(layers: Layers, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str
 
 OWN: Mapping[object, Converter] = {
     aten.empty.memory_format: _empty,
+    aten.div.Tensor: _quotient,
     aten.gather.default: _gather,
     aten.max.dim: _largest,
     operator.getitem: _item,

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.export.graph_signature import ExportGraphSignature, OutputKind, OutputSpec, TensorArgument
 
+from compiler_service.backends.tensorrt.complex_numbers import without_complex_numbers
 from compiler_service.backends.tensorrt.host import decompositions, without_gpu
 from compiler_service.export.program import DecoderProgram
 from compiler_service.lowering import spec
@@ -21,7 +22,8 @@ def decompose(linear: DecoderProgram) -> DecoderProgram:
     """The same step. Its writes are to be proven again: decomposing renames and rewrites everything."""
     with without_gpu():
         program = linear.program.run_decompositions(decompositions())
-    direct = canonical_order(take_sizes_from_tokens(_without_copies(replace(linear, program=program))))
+    real = without_complex_numbers(_without_copies(replace(linear, program=program)))
+    direct = canonical_order(take_sizes_from_tokens(real))
     spec.check(direct, decompose.__name__, (spec.nothing_mutates, spec.only_caches_change, spec.everything_is_read))
     return direct
 
