@@ -122,11 +122,14 @@ class BuildProcess:
 
     async def kill(self) -> None:
         """End it and everything it started, and collect it. Idempotent."""
-        if self._process.returncode is None:  # first, and whatever becomes of the rest: this needs no file descriptor
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-        if self._leader:
-            await asyncio.to_thread(kill_tree, self._leader)
+        try:
+            if self._leader:
+                await asyncio.to_thread(kill_tree, self._leader)
+        finally:
+            # Where /proc cannot be read for want of descriptors, at least this one; not before the others, found through it.
+            if self._process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
         await self._process.wait()
 
     async def how_it_ended(self) -> str:
