@@ -64,6 +64,8 @@ class ServingLoop:
         self._alive: dict[RequestId, Generation] = {}
         self._arrivals = itertools.count()
         self._draining = False
+        self._turned_away = 0
+        """Requests that were ended as retryable; the loop's thread alone counts."""
         self._progress_at = clock()
         self._load = LoadSnapshot((), draining=False)
         self._thread = threading.Thread(target=self._serve, name="quire-serving-loop", daemon=True)
@@ -87,11 +89,10 @@ class ServingLoop:
         """Admit nothing more, let what is alive finish for `deadline_s` at most, end the rest as retryable. Blocks."""
         with self._lock:
             self._draining = True
-            before = len(self._alive)
+            before, turned_away = len(self._alive), self._turned_away
             self._ended.wait_for(lambda: not self._alive, deadline_s)
-        aborted = self._inbox.ask(
-            lambda: self._end(list(self._sessions.values()), "the server is draining; send it to another one")
-        )
+        self._inbox.ask(lambda: self._end(list(self._sessions.values()), "the server is draining; send it to another one"))
+        aborted = self._turned_away - turned_away  # by whatever drain or unload
         return DrainReport(before - aborted, aborted)
 
     # ---- engines ----
@@ -225,12 +226,12 @@ class ServingLoop:
             session.end_running(error if isinstance(error, MemoryExhausted) else unnamed)
             return True
 
-    def _end(self, sessions: list[EngineSession], why: str) -> int:
-        """End every generation of `sessions` as retryable; returns how many."""
-        generations = [(session, generation) for session in sessions for generation in session.generations]
-        for session, generation in generations:
-            session.end(generation, Draining(why))
-        return len(generations)
+    def _end(self, sessions: list[EngineSession], why: str) -> None:
+        """End every generation of `sessions` as retryable."""
+        for session in sessions:
+            for generation in list(session.generations):
+                self._turned_away += 1
+                session.end(generation, Draining(why))
 
     def _remove(self, session: EngineSession) -> None:
         self._end([session], f"engine {session.name} is being unloaded")

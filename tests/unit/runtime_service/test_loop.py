@@ -261,6 +261,21 @@ def test_a_drain_finishes_what_can_finish_and_ends_the_rest_as_retryable() -> No
     assert all(isinstance(stream.error, Draining) for stream in streams)
 
 
+def test_drains_at_the_same_time_tell_the_same() -> None:
+    """What one of them has ended as retryable has not reached its own end for the other."""
+    loop = serving(TinyEngine(), num_pages=40)
+    submit(loop, request([1], 60), request([2], 60))
+    reports: list[object] = []
+    patient = threading.Thread(target=lambda: reports.append(loop.drain(SOON_S)))
+    patient.start()
+    while not loop.load().draining:
+        time.sleep(0.001)
+    reports.append(in_thread(lambda: loop.drain(0.0), loop))
+    while patient.is_alive():
+        loop.turn()
+    assert reports == [DrainReport(finished=0, aborted=2)] * 2
+
+
 def test_stop_ends_what_is_alive_closes_engines_and_may_be_called_again() -> None:
     engine = TinyEngine()
     loop = serving(engine, num_pages=40)
