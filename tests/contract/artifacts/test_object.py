@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import obstore
 import pytest
 
+from shared.artifacts import bucket
 from shared.artifacts.host_cache import Content, HostCache
 from shared.artifacts.local import STALE_STAGING_S
 from shared.artifacts.locate import StoreLocation, open_store
@@ -175,6 +177,26 @@ def test_an_artifact_deleted_during_its_download_is_not_found(s3: S3Backend, mon
     monkeypatch.setattr(s3.bucket, "stream", vanish)
     with pytest.raises(ArtifactNotFound):
         s3.open().open(A)
+
+
+def test_large_content_is_asked_for_in_pieces(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request of obstore lasts 30 s at most, whatever it brings: many gigabytes of weights take longer."""
+    monkeypatch.setattr(bucket, "PIECE_BYTES", 1000)
+    content = bytes(range(256)) * 10
+    publish(s3.open(), A, {"engine.bin": content, "empty": b""})
+    ranges = []
+    get_range = obstore.get_range
+    monkeypatch.setattr(obstore, "get_range", lambda *names, **bounds: ranges.append(bounds) or get_range(*names, **bounds))
+    assert contents(s3.open()) == {"engine.bin": content, "empty": b""}
+    assert ranges == [{"start": s, "end": min(s + 1000, 2560)} for s in (0, 1000, 2000)]
+
+
+def test_content_of_any_size_goes_in_as_many_parts_as_s3_takes() -> None:
+    for size in (0, 5 << 20, 50_000 << 20, 140 << 30):
+        part = bucket.part_bytes(size)
+        assert part >= 5 << 20
+        assert part * 10_000 >= size
+    assert bucket.part_bytes(1 << 30) == 5 << 20
 
 
 def test_a_removal_that_fails_half_way_is_tried_again(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
