@@ -172,8 +172,9 @@ class PageAllocator:
         return len(self._blank) + sum(len(pages) for _, pages in self._held_back)
 
     def _blank_out(self, pages: list[PageId]) -> None:
-        """`pages` hold nothing any more; they change hands behind the fence."""
-        if self._fence is None or self._fence.passed():
+        """`pages` hold nothing any more; they change hands behind the fence, and behind those that went before them: their order
+        does not depend on when a device got there."""
+        if self._fence is None or (not self._held_back and self._fence.passed()):
             self._fence = None
             self._blank += pages
         elif pages:
