@@ -12,6 +12,7 @@ from torch import SymInt
 from torch._inductor import aoti_compile_and_package
 
 from compiler_service.backends.backend import BuiltEngine
+from compiler_service.backends.inductor.declarations import buffers_kept
 from compiler_service.backends.inductor.target import BuildTarget, build_toolchain
 from compiler_service.export.program import DecoderProgram
 from shared.bindings import LOGITS, AliasedBinding, BindingSpec, Role, pool_name
@@ -32,7 +33,7 @@ def build_engine(program: DecoderProgram, target: BuildTarget, directory: Path) 
     archive = directory / "engine.pt2"
     options: dict[str, object] = {"aot_inductor.package_constants_in_so": False, **target.options}
     try:
-        with torch.no_grad():
+        with torch.no_grad(), buffers_kept():
             aoti_compile_and_package(program.program, package_path=str(archive), inductor_configs=options)
     except RuntimeError as error:  # the base of everything Inductor and its C++ builder raise
         raise BuildFailed(f"Inductor could not compile the program: {error}") from error
