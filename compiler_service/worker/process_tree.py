@@ -69,11 +69,20 @@ def tree_rss_bytes(leader: ProcessStat) -> int:
 
 
 def kill_tree(leader: ProcessStat) -> None:
-    """SIGKILL all of it and return once none is left that could start another. Blocks; harmless where it is gone already."""
-    while members := [stat for stat in process_tree(leader) if not stat.is_dead]:
-        for stat in members:
+    """SIGKILL all of it and return once none is left that could start another. Blocks; harmless where it is gone already.
+
+    Whoever was seen once is waited for: a child in a session of its own belongs to nobody as soon as its parent is gone.
+    """
+    seen: set[ProcessStat] = set()
+    while seen := {stat for stat in {*seen, *process_tree(leader)} if _runs(stat)}:
+        for stat in seen:
             _kill(stat)
         time.sleep(_RECHECK_S)
+
+
+def _runs(process: ProcessStat) -> bool:
+    now = read_stat(process.pid)
+    return now is not None and now.started == process.started and not now.is_dead
 
 
 def _kill(process: ProcessStat) -> None:

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig
-
 from compiler_service.ingest.digest import DigestCache
 from compiler_service.pipeline import Stage, Workspace, build
 from compiler_service.spec import CompileSpec, profile_set
@@ -31,6 +29,7 @@ from shared.kv_spec import DType, Layout
 from shared.manifest import decode_engine_manifest
 from shared.tensorrt.files import PLAN_FILE
 from tests.bench.machine import write_json
+from tests.bench.random_engine import llama_3_8b
 from tests.e2e.conftest import CACHE
 from tests.support import tensorrt_engines
 
@@ -86,17 +85,7 @@ def smollm2() -> dict[str, Any]:
 
 def llama3_8b() -> dict[str, Any]:
     """Export, lower, prove, build."""
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        tie_word_embeddings=False,
-    )
+    config = llama_3_8b()
     clock = Clock()
     clock.enter("export, lower and prove")
     lowered = tensorrt_engines.lower(config, PROFILES, MAX_LEN, DType.BFLOAT16)
