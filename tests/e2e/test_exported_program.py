@@ -14,10 +14,10 @@ MAX_LEN, LONGEST = 64, 16
 
 
 def test_a_program_of_transformers_is_compiled_loaded_and_streamed(quire) -> None:
-    """Gemma 3: its windows are in masks of its own, and the answer is longer than they are."""
+    """A layer of Gemma 3: its window is in a mask of its own, and the answer is longer than it is."""
     config = tiny_config("gemma3")
     config.vocab_size = 300  # no tokenizer is smaller
-    config.num_hidden_layers, config.layer_types = 2, ["sliding_attention", "full_attention"]
+    config.num_hidden_layers, config.layer_types = 1, ["sliding_attention"]
     model, oracle = random_model(config), random_model(config)
     model.set_attn_implementation("sdpa")
     source = DATA / "exported" / "model.pt2"
@@ -27,7 +27,7 @@ def test_a_program_of_transformers_is_compiled_loaded_and_streamed(quire) -> Non
 
     job = quire.compile(source, max_len=MAX_LEN, profiles=("decode=1x1", f"prefill=1x{LONGEST}"))
     artifact = quire.artifact(job.artifact_id)
-    assert [proof.verdict_after for proof in artifact.proof] == ["proved"] * 4
+    assert [proof.verdict_after for proof in artifact.proof] == ["proved"] * 2
     quire.load(artifact.artifact_id, "exported", num_pages=16)
     try:
         for prompt in (random_prompt(3, seed=1), random_prompt(20, seed=2)):
