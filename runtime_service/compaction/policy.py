@@ -39,8 +39,7 @@ class KVView:
 
         Sliding-window layers do not: of what lies behind their window nothing is left.
         """
-        index = self._pool.page_index(self._sequence.pages, self.length)
-        return list(self._pool.key_norms(index, self.length).values())
+        return self._pool.key_norms(self._sequence.pages, self.length)
 
 
 class Policy(Protocol):

@@ -71,23 +71,15 @@ class KVPool:
         tensor = self.tensors[layer]
         return tensor.movedim(self.spec.layout.page_dim, 0)
 
-    def page_index(self, pages: Sequence[PageId], length: int) -> torch.Tensor:
-        """Where the first `length` entries of the sequence on `pages` lie, for `keys` of any layer: int64, on the pool's device."""
-        return upload(torch.tensor(pages[: self.spec.pages_for(length)], dtype=torch.int64), self.device)
-
-    def keys(self, layer: int, page_index: torch.Tensor, length: int) -> torch.Tensor:
-        """Copy of the first `length` keys of the sequence on those pages: `[kv_heads, length, head_dim]`."""
-        rows = self.by_page(layer)[:, K].index_select(0, page_index)
-        heads = rows.shape[1]
-        return rows.transpose(0, 1).reshape(heads, -1, rows.shape[-1])[:, :length]
-
-    def key_norms(self, page_index: torch.Tensor, length: int) -> dict[int, torch.Tensor]:
-        """Norms of those keys in every layer that holds all entries, ascending: float32 `[kv_heads, length]` each."""
+    def key_norms(self, pages: Sequence[PageId], length: int) -> list[torch.Tensor]:
+        """Norms of the first `length` keys of the sequence on `pages`, as stored: float32 `[kv_heads, length]` for each layer that
+        holds every entry, ascending, on the pool's device."""
+        index = upload(torch.tensor(pages[: self.spec.pages_for(length)], dtype=torch.int64), self.device)
         by_layer: dict[int, torch.Tensor] = {}
         for group, norms in self._key_norms:
-            norms_LHT = norms(page_index, length).view(len(group.layers), group.kv_heads, length)
+            norms_LHT = norms(index, length).view(len(group.layers), group.kv_heads, length)
             by_layer |= dict(zip(group.layers, norms_LHT, strict=True))
-        return dict(sorted(by_layer.items()))
+        return [by_layer[layer] for layer in sorted(by_layer)]
 
     def copy_page(self, source: PageId, target: PageId) -> None:
         """Copy one page's bytes in every layer. For many of them see kv/page_copies.py."""

@@ -29,6 +29,7 @@ from shared.errors import QueueFull
 from shared.kernels.compaction.modes import Mode
 from shared.kv_spec import Layout
 from tests.support.drafted import attach_draft
+from tests.support.entries import keys_of
 from tests.support.prefixes import check_prefixes, first_keys
 from tests.support.serving import RecordingStream, request, rounds_of, run, submit
 from tests.support.tiny_engine import KV_HEADS, VOCAB, Oracle, TinyEngine, TinyModel, tiny_tokenizer
@@ -152,8 +153,7 @@ class Soak:
         positions = np.broadcast_to(sequence.positions[:KV_HEADS], (KV_HEADS, sequence.physical_len))
         keys_HTD = first_keys(self.models[name], tuple(sequence.tokens[: sequence.computed]))
         expected = torch.stack([keys[torch.from_numpy(row).long()] for keys, row in zip(keys_HTD, positions.copy(), strict=True)])
-        index = session.pool.page_index(sequence.pages, sequence.physical_len)
-        got = session.pool.keys(0, index, sequence.physical_len)
+        got = keys_of(session.pool, 0, sequence.pages, sequence.physical_len)
         assert torch.allclose(got, expected, rtol=1e-5, atol=1e-6), (name, sequence)
 
     def collect(self) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime_service.kv.page_table import PageTable
 from runtime_service.kv.pool import KVPool, V
 from shared.errors import MemoryExhausted
-from shared.ids import Ordinal, PageId
+from shared.ids import PageId
 from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout
+from tests.support.entries import keys_of
 
 GROUPS = (
     LayerGroup(layers=(0, 2), kv_heads=2, head_dim=4, dtype=DType.FLOAT32),
@@ -45,17 +45,17 @@ def test_a_page_view_is_the_pool_itself(spec: KVCacheSpec) -> None:
 
 
 @both_layouts
-def test_keys_come_in_ordinal_order(spec: KVCacheSpec) -> None:
+def test_norms_come_in_ordinal_order_of_layers_that_hold_everything(spec: KVCacheSpec) -> None:
     pool = KVPool(spec, num_pages=6)
     fill(pool)
     pages = [PageId(5), PageId(2), PageId(4)][: spec.pages_for(10)]
-    table = PageTable(pages, spec.page_size)
-    for layer, group in spec.iter_layers():
-        keys = pool.keys(layer, pool.page_index(pages, length=10), length=10)
+    full = [(layer, group) for layer, group in spec.iter_layers() if group.window is None]
+    norms = pool.key_norms(pages, 10)
+    assert len(norms) == len(full)
+    for got, (layer, group) in zip(norms, full, strict=True):
+        keys = keys_of(pool, layer, pages, 10)
         assert keys.shape == (group.kv_heads, 10, group.head_dim)
-        for ordinal in range(10):
-            page, offset = table.locate(Ordinal(ordinal))
-            assert torch.equal(keys[:, ordinal], pool.by_page(layer)[page, 0, :, offset])
+        torch.testing.assert_close(got, keys.float().norm(dim=-1))
 
 
 @both_layouts
