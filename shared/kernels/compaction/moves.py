@@ -42,14 +42,14 @@ def ordered_moves(kept: NDArray[np.int32], base: int, valid_len: int, tail: int,
     kept [0, 1, 5, 9, 10] of 11 at base 0 moves 5 -> 2, 9 -> 3, 10 -> 4.
     """
     src = np.concatenate([kept, np.arange(valid_len, valid_len + tail)])
-    return _build(src, np.arange(base, base + len(src)), scrub_to)
+    return _build(src, base, scrub_to)
 
 
 def window_moves(window: int, keep: int, base: int, valid_len: int, tail: int, scrub_to: int = 0) -> Moves:
     """The newest `window` entries and the tail, ending where the full layers end: a shift by what those evicted."""
     start = base + keep - window
     src = np.arange(valid_len - window, valid_len + tail)
-    return _build(src, np.arange(start, start + len(src)), scrub_to)
+    return _build(src, start, scrub_to)
 
 
 def hole_filling_moves(kept: NDArray[np.int32], base: int, valid_len: int, tail: int, scrub_to: int = 0) -> Moves:
@@ -63,19 +63,17 @@ def hole_filling_moves(kept: NDArray[np.int32], base: int, valid_len: int, tail:
     length = base + len(kept)
     survivors = kept[np.searchsorted(kept, length) :].astype(np.int64)
     holes = np.setdiff1d(np.arange(base, length), kept, assume_unique=True)
-    tail_src, tail_dst = np.arange(valid_len, valid_len + tail), np.arange(length, length + tail)
     linked = int(np.searchsorted(survivors, max(length + tail, scrub_to))) if tail or scrub_to > length else 0
-    first = _build(
-        np.concatenate([survivors[:linked], tail_src]), np.concatenate([holes[:linked], tail_dst]), scrub_to, end=length + tail
-    )
-    src, dst = np.concatenate([first.src, survivors[linked:]]), np.concatenate([first.dst, holes[linked:]])
-    return Moves(src.astype(np.int32), dst.astype(np.int32), ordered=len(first))
+    behind = _build(np.arange(valid_len, valid_len + tail), length, scrub_to)
+    src = np.concatenate([survivors[:linked], behind.src, survivors[linked:]])
+    dst = np.concatenate([holes[:linked], behind.dst, holes[linked:]])
+    return Moves(src.astype(np.int32), dst.astype(np.int32), ordered=linked + len(behind))
 
 
-def _build(src: NDArray[np.int64], dst: NDArray[np.int64], scrub_to: int, end: int | None = None) -> Moves:
-    """Drop identity moves and append the zeroed cells from `end` (default: behind the last destination) to `scrub_to`."""
-    end = end if end is not None else (int(dst[-1]) + 1 if len(dst) else scrub_to)
-    zeroed = np.arange(end, max(scrub_to, end))
+def _build(src: NDArray[np.int64], start: int, scrub_to: int) -> Moves:
+    """`src` to `start` and the cells behind it, identity moves dropped, then zeros up to `scrub_to`."""
+    end = start + len(src)
+    dst, zeroed = np.arange(start, end), np.arange(end, max(scrub_to, end))
     moving = src != dst
     src, dst = np.concatenate([src[moving], np.full(len(zeroed), ZERO)]), np.concatenate([dst[moving], zeroed])
     return Moves(src.astype(np.int32), dst.astype(np.int32), ordered=len(src))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from shared.kernels.compaction.moves import Moves, hole_filling_moves, ordered_moves, scrub_end, window_moves
@@ -60,6 +63,12 @@ def test_survivors_under_the_zeros_leave_before_them() -> None:
 
 def test_everything_evicted_but_a_tail() -> None:
     assert pairs(hole_filling_moves(kept(), base=3, valid_len=9, tail=1)) == [(9, 3)]
+
+
+@pytest.mark.parametrize("build", [ordered_moves, hole_filling_moves])
+def test_everything_evicted_leaves_zeros(build: Callable[..., Moves]) -> None:
+    """Of a draft whose target kept nothing but its tail."""
+    assert pairs(build(kept(), base=1, valid_len=3, tail=0, scrub_to=3)) == [(-1, 1), (-1, 2)]
 
 
 def test_scrub_end() -> None:
