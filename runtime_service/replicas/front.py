@@ -34,21 +34,27 @@ class InferenceFront(inference_pb2_grpc.InferenceServicer):
         replica = await self._choose(request.engine)
         if not request.request_id:
             request.request_id = new_id()  # one that no other replica gives out
-        replica.under_way[request.engine] += 1
+        call = replica.inference.Generate(request, metadata=context.invocation_metadata())
+        under_way = replica.under_way[request.engine]
+        under_way.add(call)
+
+        def end(_: object) -> None:
+            under_way.discard(call)
+            call.cancel()
+
+        context.add_done_callback(end)  # a client that left, at whatever moment; its generator may be abandoned
         try:
-            call = replica.inference.Generate(request, metadata=context.invocation_metadata())
-            context.add_done_callback(lambda _: call.cancel())  # a client that left, at whatever moment
             async for event in call:
                 yield event
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         finally:
-            replica.under_way[request.engine] -= 1
+            end(call)
 
     async def _choose(self, engine: str) -> Replica:
         """ModelNotFound where no replica serves `engine`, also after they were asked again."""
         for _ in range(2):
-            chosen = least_loaded([r.load(engine) for r in self._replicas], [r.under_way[engine] for r in self._replicas])
+            chosen = least_loaded([r.load(engine) for r in self._replicas], [len(r.under_way[engine]) for r in self._replicas])
             if chosen is not None:
                 return self._replicas[chosen]
             await asyncio.gather(*(replica.refresh() for replica in self._replicas), return_exceptions=True)

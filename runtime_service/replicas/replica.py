@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import defaultdict
 
 import grpc
 
@@ -16,14 +16,14 @@ REPORT_PERIOD_S = 0.1
 
 
 class Replica:
-    """The runtime that serves at `address`, a loopback address. `under_way` counts the requests sent and not ended, by engine."""
+    """The runtime that serves at `address`, a loopback address. `under_way` holds the calls sent and not ended, by engine."""
 
     def __init__(self, address: str) -> None:
         sizes = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]
         self.channel = grpc.aio.insecure_channel(address, options=sizes)
         self.inference = inference_pb2_grpc.InferenceStub(self.channel)
         self.control = control_pb2_grpc.ControlStub(self.channel)
-        self.under_way: Counter[str] = Counter()
+        self.under_way: defaultdict[str, set[object]] = defaultdict(set)
         self._loads: dict[str, ReplicaLoad] = {}
 
     def load(self, engine: str) -> ReplicaLoad | None:
