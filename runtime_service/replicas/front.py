@@ -54,7 +54,7 @@ class InferenceFront(inference_pb2_grpc.InferenceServicer):
     async def _choose(self, engine: str) -> Replica:
         """ModelNotFound where no replica serves `engine`, also after they were asked again."""
         for _ in range(2):
-            chosen = least_loaded([r.load(engine) for r in self._replicas], [len(r.under_way[engine]) for r in self._replicas])
+            chosen = least_loaded([r.load(engine) for r in self._replicas], [r.num_under_way(engine) for r in self._replicas])
             if chosen is not None:
                 return self._replicas[chosen]
             await asyncio.gather(*(replica.refresh() for replica in self._replicas), return_exceptions=True)

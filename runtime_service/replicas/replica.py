@@ -30,6 +30,10 @@ class Replica:
         """None where it does not serve `engine`, or has not said so yet."""
         return self._loads.get(engine)
 
+    def num_under_way(self, engine: str) -> int:
+        """0 for an engine it has never been sent to, whatever its name."""
+        return len(self.under_way.get(engine, ()))
+
     async def refresh(self) -> None:
         """Take a new report."""
         report = await self.control.GetLoad(control_pb2.GetLoadRequest())
