@@ -16,8 +16,8 @@ from torch import Tensor
 
 from runtime_service.core.sampled import SampledToken
 from runtime_service.sampling import SamplerState
-from runtime_service.upload import upload
 from shared.errors import InternalError
+from shared.kernels.upload import upload
 
 
 def needs_host(state: SamplerState) -> bool:

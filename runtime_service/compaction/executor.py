@@ -10,10 +10,11 @@ import torch
 
 from runtime_service.compaction.plan import CompactionPlan
 from runtime_service.kv.pool import KVPool
-from shared.kernels.compaction.inputs import RequestRound, RoundInputs, reserve_uploads, upload
+from shared.kernels.compaction.inputs import RequestRound, RoundInputs
 from shared.kernels.compaction.layout import CacheLayout
 from shared.kernels.compaction.modes import Mode, RowMode
 from shared.kernels.compaction.params import CompactionParams, build_compaction_params, compact
+from shared.kernels.upload import reserve_uploads, upload_into
 
 _UNMAPPED = -1
 
@@ -72,7 +73,7 @@ def _write_table(table: torch.Tensor, plans: Sequence[CompactionPlan]) -> None:
     rows = np.full((len(plans), table.shape[1]), _UNMAPPED, dtype=np.int32)
     for row, plan in zip(rows, plans, strict=True):
         row[: len(plan.pages)] = plan.pages
-    upload(rows, table[: len(plans)])
+    upload_into(table[: len(plans)], torch.from_numpy(rows))
 
 
 def _request_round(target: CompactionPlan, draft: CompactionPlan | None = None) -> RequestRound:

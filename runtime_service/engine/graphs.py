@@ -18,9 +18,9 @@ from runtime_service.engine.engine import EngineInputs
 from runtime_service.engine.inductor import input_names
 from runtime_service.engine.packing import InputLayout
 from runtime_service.kv.pool import KVPool
-from runtime_service.upload import upload
 from shared.bindings import BLOCK_TABLE, INPUT_IDS, LAST_INDEX, POSITION_IDS, WRITE_START
 from shared.errors import MemoryExhausted
+from shared.kernels.upload import upload
 from shared.manifest import EngineManifest
 from shared.profiles import Phase
 

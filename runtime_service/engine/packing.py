@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shared.kernels.upload import upload_into
+
 _ALIGNMENT = 64
 """Elements between the starts of two inputs: Inductor's kernels may read them in vectors of 16 bytes, and TensorRT's assume 256."""
 
@@ -43,9 +45,7 @@ class InputLayout:
 
     def bring(self, values: Mapping[str, Tensor], buffer: Tensor) -> None:
         """Every value to its place in `buffer`, in the current stream's order: nothing waits for the device."""
-        host = self.packed(values)
-        # torch keeps the pinned memory until the copy is done: a step in flight has its own.
-        buffer[: self.size].copy_(host.pin_memory() if buffer.is_cuda else host, non_blocking=True)
+        upload_into(buffer[: self.size], self.packed(values))
         for name in self.places:
             if (value := values[name]).device.type != "cpu":
                 self.view(buffer, name)[_head(value)].copy_(value)

@@ -13,7 +13,7 @@ import torch
 
 from runtime_service.kv.pool import KVPool
 from shared.ids import PageId
-from shared.kernels.compaction.inputs import upload
+from shared.kernels.upload import upload_into
 
 _STAGING_BYTES = 8 << 20
 
@@ -37,7 +37,7 @@ class PageCopies:
         for first in range(0, len(copies), self._most):
             chunk = np.asarray(copies[first : first + self._most], dtype=np.int64)
             count = len(chunk)
-            upload(chunk.T.reshape(-1), self._index[: 2 * count])
+            upload_into(self._index[: 2 * count], torch.from_numpy(chunk.T.reshape(-1)))
             sources, targets = self._index[:count], self._index[count : 2 * count]
             for pages, staged in zip(self._layers, self._staged, strict=True):
                 torch.index_select(pages, 0, sources, out=staged[:count])

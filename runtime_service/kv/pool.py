@@ -8,10 +8,10 @@ from functools import cached_property
 import torch
 
 from runtime_service.kv.allocator import Fence
-from runtime_service.upload import upload
 from shared.errors import MemoryExhausted
 from shared.ids import PageId
 from shared.kernels.key_norms.norms import KeyNorms, bind_key_norms
+from shared.kernels.upload import upload
 from shared.kv_spec import KVCacheSpec, LayerGroup
 
 K, V = 0, 1

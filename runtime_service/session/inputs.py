@@ -11,8 +11,8 @@ import torch
 from runtime_service.core.batch import ScheduledBatch
 from runtime_service.engine.engine import EngineInputs
 from runtime_service.kv.page_table import PageTable
-from runtime_service.upload import upload
 from shared.errors import InternalError
+from shared.kernels.upload import upload
 from shared.kv_spec import KVCacheSpec
 
 

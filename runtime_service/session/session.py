@@ -40,8 +40,8 @@ from runtime_service.session.latency import Latencies
 from runtime_service.session.load import Counters, EngineLoad
 from runtime_service.session.turnover import Turnover
 from runtime_service.streaming.vocabulary import Vocabulary
-from runtime_service.upload import select_rows
 from shared.errors import EngineIncompatible, InternalError, QuireError
+from shared.kernels.upload import select_rows
 from shared.profiles import Phase, ProfileSet
 
 _log = structlog.get_logger()

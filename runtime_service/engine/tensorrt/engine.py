@@ -19,7 +19,6 @@ from runtime_service.engine.tensorrt.read_back import check_plan
 from runtime_service.engine.tensorrt.slots import slot_runs
 from runtime_service.engine.weights import ModelWeights
 from runtime_service.kv.pool import KVPool
-from runtime_service.upload import select_rows, upload
 from shared.bindings import (
     BLOCK_TABLE,
     INPUT_IDS,
@@ -31,6 +30,7 @@ from shared.bindings import (
     WRITE_START,
 )
 from shared.errors import EngineIncompatible, InternalError
+from shared.kernels.upload import select_rows, upload
 from shared.kv_spec import Layout
 from shared.manifest import EngineManifest
 from shared.profiles import Phase

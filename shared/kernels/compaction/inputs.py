@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,10 +11,7 @@ from numpy.typing import NDArray
 
 from shared.kernels.compaction.layout import CacheLayout, Family
 from shared.kernels.compaction.modes import RowMode
-
-_MOST_RESERVED = 4 << 20
-_UPLOADS_IN_FLIGHT = 8
-"""Of one size: those of a round, and of the rounds that the device has yet to reach."""
+from shared.kernels.upload import upload_into
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,7 @@ class RoundInputs:
     valid_len: torch.Tensor
     row_mode: RowMode
     tail_capacity: int
-    min_keep: int = field(default=0)
+    min_keep: int = 0
 
     @classmethod
     def allocate(cls, layout: CacheLayout, *, row_mode: RowMode, keep_capacity: int, tail_capacity: int = 0) -> RoundInputs:
@@ -103,11 +100,11 @@ class RoundInputs:
             row[:, : request.kept.shape[1]] = request.kept
         moves = [keep + request.tail for keep, request in zip(keeps, requests, strict=True)]
         offsets = np.cumsum([0, *moves, *[0] * (self.batch - len(requests))], dtype=np.int64)
-        upload(kept, self.kept[: len(requests)])
-        upload(offsets.astype(np.int32), self.move_offsets)
+        upload_into(self.kept[: len(requests)], torch.from_numpy(kept))
+        upload_into(self.move_offsets, torch.from_numpy(offsets.astype(np.int32)))
         for name in ("tail", "draft_tail", "base", "valid_len"):
             values = np.asarray([getattr(request, name) for request in requests], dtype=np.int32)
-            upload(values, getattr(self, name)[: len(requests)])
+            upload_into(getattr(self, name)[: len(requests)], torch.from_numpy(values))
         return len(requests)
 
     def _check(self, index: int, request: RequestRound) -> None:
@@ -126,21 +123,6 @@ class RoundInputs:
                 f"requests[{index}]: expected 0 <= base and base + keep <= valid_len, "
                 f"got base {request.base}, keep {keep}, valid_len {request.valid_len}"
             )
-
-
-def upload(values: NDArray[np.int32] | NDArray[np.int64], target: torch.Tensor) -> None:
-    """Copy host values into `target` in stream order, without waiting. Each upload has host memory of its own, which torch keeps
-    until a device has read it, so the next round's values never overwrite those of one in flight."""
-    host = torch.from_numpy(values)
-    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
-
-
-def reserve_uploads(largest: int) -> None:
-    """Have torch hold pinned memory for uploads of up to `largest` bytes, some of each size: the driver, asked for more while
-    steps run, may wait for them."""
-    sizes = [1 << bits for bits in range(9, min(largest, _MOST_RESERVED).bit_length() + 1)]
-    blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes for _ in range(_UPLOADS_IN_FLIGHT)]
-    del blocks  # torch keeps what it was given back
 
 
 def decision_rows(layout: CacheLayout, row_mode: RowMode) -> int:
