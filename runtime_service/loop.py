@@ -154,7 +154,7 @@ class ServingLoop:
             if waiting >= self._max_waiting:
                 raise QueueFull(
                     f"{waiting} requests wait for engine {session.name}, the most it keeps waiting; try again later",
-                    retry_after_s=session.turnover.seconds,
+                    retry_after_s=session.statistics.turnover.seconds,
                 )
             if not self._alive:
                 self._progress_at = self._clock()

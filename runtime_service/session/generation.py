@@ -86,6 +86,11 @@ class Generation:
         generation.unforked = generation.samples[1:]
         return generation
 
+    def start(self, now: float, *, cached_tokens: int) -> None:
+        """Its first step begins, and need not compute the first `cached_tokens` of the prompt."""
+        self.times.started = now
+        self.cached_tokens = cached_tokens
+
     @property
     def is_finished(self) -> bool:
         return all(sample.finished for sample in self.samples)

@@ -32,9 +32,10 @@ class Latencies:
             Histogram(DURATION_BOUNDS_S) for _ in range(5)
         )
 
-    def note_start(self, times: Times, now: float) -> None:
+    def note_start(self, times: Times) -> None:
         """The first step of a request begins."""
-        self._queue.observe(now - times.submitted)
+        assert times.started is not None, times
+        self._queue.observe(times.started - times.submitted)
 
     def note_token(self, sample: Sample, now: float, *, is_first: bool) -> None:
         """A token of `sample` has come out; `is_first`: of its request."""

@@ -36,8 +36,8 @@ from runtime_service.scheduler.scheduler import Scheduler
 from runtime_service.session.flight import Flight
 from runtime_service.session.generation import Generation, Sample
 from runtime_service.session.inputs import build_inputs
-from runtime_service.session.latency import Latencies
-from runtime_service.session.load import Counters, EngineLoad
+from runtime_service.session.load import EngineLoad
+from runtime_service.session.statistics import Statistics
 from runtime_service.session.turnover import Turnover
 from runtime_service.streaming.vocabulary import Vocabulary
 from shared.errors import EngineIncompatible, InternalError, QuireError
@@ -79,9 +79,7 @@ class EngineSession:
         self.prefixes = PrefixCache(self.allocator, manifest.cache.page_size, enabled=shares)
         self.scheduler = Scheduler(manifest.cache, manifest.profiles, self.allocator, self.prefixes, self.lifecycles)
         self.compactor = Compactor(self.pool, self.allocator, POLICIES, manifest.profiles[Phase.DECODE].batch.max, draft)
-        self.counters = Counters()
-        self.latencies = Latencies()
-        self.turnover = Turnover(manifest.profiles[Phase.DECODE].batch.max)
+        self.statistics = Statistics(Turnover(manifest.profiles[Phase.DECODE].batch.max))
         self.generations: dict[Generation, None] = {}
         self._capacity = Capacity(manifest.cache, self.allocator.capacity, self.model.vocab_size, self.model.max_position)
         self._draft_spec = None if draft is None else draft.pool.spec
@@ -116,12 +114,12 @@ class EngineSession:
                     self._compact([work.sequence])
             case ScheduledBatch():
                 self._run(work)
-        self.counters.steps += 1
+        self.statistics.steps += 1
         return True
 
     def end(self, generation: Generation, error: QuireError) -> None:
         """The request failed. Where that is our fault or its numbers', nobody shall go on from what it has computed."""
-        self.counters.requests_failed += 1
+        self.statistics.requests_failed += 1
         if isinstance(error, InternalError):
             for chosen in generation.samples:
                 self.allocator.withdraw(chosen.sequence.pages)
@@ -143,27 +141,13 @@ class EngineSession:
 
     def load(self) -> EngineLoad:
         waiting = sum(generation.times.started is None for generation in self.generations)
-        counters = self.counters
-        return EngineLoad(
-            name=self.name,
+        return self.statistics.read(
+            self.name,
+            self.allocator,
             requests_waiting=waiting,
             requests_running=len(self.generations) - waiting,
-            requests_finished=counters.requests_finished,
-            requests_cancelled=counters.requests_cancelled,
-            requests_failed=counters.requests_failed,
-            pages_total=self.allocator.capacity,
-            pages_free=self.allocator.num_free,
-            pages_cached=self.allocator.num_cached,
-            pages_shared=self.allocator.num_shared,
-            pages_leaked=counters.pages_leaked,
-            steps=counters.steps,
-            prompt_tokens=counters.prompt_tokens,
-            prefix_queries=counters.prefix_queries,
-            prefix_hits=counters.prefix_hits,
-            generated_tokens=counters.generated_tokens,
             preemptions=self.scheduler.num_preemptions,
             compaction=self.compactor.evidence,
-            latencies=self.latencies.read(),
         )
 
     # ---- the parts of a step ----
@@ -173,11 +157,11 @@ class EngineSession:
         for generation in list(self.generations):
             if generation.cancel_requested:
                 generation.cancel()
-                self.counters.requests_cancelled += 1
+                self.statistics.requests_cancelled += 1
                 self._close(generation)
                 generation.complete(now)
             elif generation.stream.closed:  # the reader has left or stalled; nobody is there to be told
-                self.counters.requests_cancelled += 1
+                self.statistics.requests_cancelled += 1
                 self._close(generation)
             elif (late := generation.lateness(now)) is not None:
                 self.end(generation, late)
@@ -207,17 +191,8 @@ class EngineSession:
             generation = self._samples[sequence].generation
             generation.note_pages()
             if generation.times.started is None:
-                generation.times.started = self._clock()
-                self.latencies.note_start(generation.times, generation.times.started)
-                self._note_prefix(generation, sequence)
-
-    def _note_prefix(self, generation: Generation, sequence: Sequence) -> None:
-        """The first step of a request begins: how much of its prompt it need not compute."""
-        generation.cached_tokens = sequence.reused
-        self.counters.prompt_tokens += len(generation.request.prompt_ids)
-        if self.prefixes.enabled:
-            self.counters.prefix_queries += len(generation.request.prompt_ids)
-            self.counters.prefix_hits += sequence.reused
+                generation.start(self._clock(), cached_tokens=sequence.reused)
+                self.statistics.note_start(generation, looked_up=self.prefixes.enabled)
 
     def _take_off(self, batch: ScheduledBatch, logits: torch.Tensor) -> Flight:
         """The samples that get a token from this step: those whose last token was computed, and their siblings."""
@@ -266,12 +241,11 @@ class EngineSession:
         except InternalError as error:
             self.end(generation, error)
             return
-        self.counters.generated_tokens += 1
-        self.latencies.note_token(chosen, now, is_first=is_first)
+        self.statistics.note_token(chosen, now, is_first=is_first)
         if chosen.finished is not None:
             self._release(chosen)
         if generation.is_finished:
-            self.counters.requests_finished += 1
+            self.statistics.requests_finished += 1
             self._close(generation)
             generation.complete(self._clock())
 
@@ -287,10 +261,7 @@ class EngineSession:
         for chosen in generation.samples:
             self._release(chosen)
         del self.generations[generation]
-        now = self._clock()
-        self.latencies.note_end(generation.times, now)
-        if generation.times.started is not None:
-            self.turnover.note(now - generation.times.started)
+        self.statistics.note_end(generation, self._clock())
         self._on_end(generation)
         if not self.generations:
             self._check_idle()
@@ -305,9 +276,9 @@ class EngineSession:
             self.allocator.check_integrity()
         except InternalError as error:
             _log.error("kv_page_accounting_broken", engine=self.name, error=error.message)
-        if self.allocator.num_used > self.counters.pages_leaked:
+        if self.allocator.num_used > self.statistics.pages_leaked:
             _log.error("kv_pages_leaked", engine=self.name, pages=self.allocator.num_used)
-            self.counters.pages_leaked = self.allocator.num_used
+            self.statistics.pages_leaked = self.allocator.num_used
 
 
 def _check_profiles(profiles: ProfileSet) -> None:

@@ -73,7 +73,7 @@ class Soak:
     @property
     def hits(self) -> int:
         """Prompt tokens that were found computed."""
-        return sum(session.counters.prefix_hits for session in self.sessions.values())
+        return sum(session.statistics.prefix_hits for session in self.sessions.values())
 
     def run(self, rounds: int) -> None:
         """Serve until `rounds` have run since the start, then until nothing is alive."""
@@ -88,7 +88,7 @@ class Soak:
         self.collect()
         assert not self.requests
         for name, session in self.sessions.items():
-            assert (session.allocator.num_used, session.counters.pages_leaked) == (0, 0), name
+            assert (session.allocator.num_used, session.statistics.pages_leaked) == (0, 0), name
         assert self.writer.draft.allocator.num_used == 0
 
     def submit(self) -> None:

@@ -80,7 +80,7 @@ def test_steps_are_heard_by_everybody_alive_and_rounds_are_no_steps(heard: Heard
     for name in ("compacted.0", "short.0"):
         calls = heard.of(name)
         assert (calls[0], calls[-1], calls.count("context ended")) == ("started", "ended", 1)
-    assert heard.of("compacted.0").count("step") == session.counters.steps
+    assert heard.of("compacted.0").count("step") == session.statistics.steps
     assert session.compactor.evidence.rounds > 5
 
 
