@@ -6,6 +6,7 @@ import pytest
 
 from shared.cli.fetch import fetch_gemma3
 from shared.errors import QuireError
+from shared.manifest import decode_engine_manifest
 from tests.e2e.conftest import CACHE, LoadedEngine, component_of
 from tests.e2e.hf_oracle import oracle_of
 
@@ -30,6 +31,17 @@ def gemma3(quire) -> LoadedEngine:
     quire.load(artifact.artifact_id, "gemma3", num_pages=128)
     yield LoadedEngine("gemma3", artifact, oracle_of(component_of(artifact)))
     quire.unload("gemma3")
+
+
+def test_the_file_was_read_right(gemma3):
+    """What the oracle runs is our conversion too: here it says what transformers says on its own conversion of the file."""
+    facts = decode_engine_manifest(gemma3.artifact.manifest_json).model
+    assert (facts.architecture, facts.num_layers, facts.vocab_size) == ("Gemma3ForCausalLM", 18, 262144)
+    assert gemma3.oracle.model.config.layer_types.count("full_attention") == 3
+    tokenizer = gemma3.oracle.tokenizer
+    assert tokenizer.encode("hi there") == [2, 2202, 993], "the file asks for <bos> before every text"
+    said = gemma3.oracle.greedy(tokenizer.encode(PROMPTS[0]), MAX_TOKENS).tokens[:8]
+    assert tokenizer.decode(said) == " the capital of the country of France.", "the model is small, and no geographer"
 
 
 def test_tokens_equal_transformers(quire, gemma3):

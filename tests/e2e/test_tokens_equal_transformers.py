@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shared.manifest import decode_engine_manifest
 from tests.e2e.conftest import in_parallel
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -44,6 +45,15 @@ def test_prompts_are_varied(expected):
     assert len(PROMPTS) == 20
     assert lengths[0] == 1
     assert lengths[-1] > 100
+
+
+def test_the_file_was_read_right(smollm2_paged, expected):
+    """What the oracle runs is our conversion too: here it says what the model is known to say."""
+    facts = decode_engine_manifest(smollm2_paged.artifact.manifest_json).model
+    assert (facts.architecture, facts.num_layers, facts.vocab_size) == ("LlamaForCausalLM", 30, 49152)
+    assert (facts.bos_token_id, facts.eos_token_ids) == (1, (2,))
+    assert facts.weights_bytes == pytest.approx(538e6, rel=0.01)
+    assert smollm2_paged.oracle.tokenizer.decode(expected[0][1][:2]) == " Paris."
 
 
 def test_alone(quire, smollm2, expected):

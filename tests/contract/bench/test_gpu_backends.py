@@ -1,26 +1,24 @@
-"""What compares backends on a GPU, on the CPU with tiny engines: the same steps whatever the layout, told line by line."""
+"""What compares backends on a GPU, on the CPU with the eager engine: the same steps whatever the layout, told line by line."""
 
 from __future__ import annotations
 
-from contextlib import closing
-
 import torch
 
-from runtime_service.engine.loader import EngineLoader
 from shared.kv_spec import Layout
 from tests.bench.gpu_backends import BATCHES, sample_logits, table
-from tests.support.engines import tiny_engine
+from tests.support.tiny_engine import VOCAB, TinyEngine, TinyModel
 
 
 def test_engines_of_one_model_are_asked_the_same() -> None:
     """Pages in no order and slots in no order: the same prompts and the same step after them."""
-    said = []
-    for family, layout in (("llama", Layout.PAGED), ("llama", Layout.LINEAR), ("gemma3", Layout.PAGED)):
-        tiny = tiny_engine(family, layout)
-        with closing(EngineLoader().load(tiny.store.open(tiny.engine_id), tiny.store.open(tiny.model_id))) as engine:
-            said.append(sample_logits(engine, "cpu", rows=3, tokens=20))
-    paged, linear, other = said
-    assert paged.shape == (6, engine.manifest.model.vocab_size)
+    one, another = TinyModel(), TinyModel(seed=1)
+    engines = [
+        TinyEngine(one, layout=Layout.PAGED),
+        TinyEngine(one, layout=Layout.LINEAR),
+        TinyEngine(another, layout=Layout.PAGED),
+    ]
+    paged, linear, other = (sample_logits(engine, "cpu", rows=3, tokens=15) for engine in engines)
+    assert paged.shape == (6, VOCAB)
     assert torch.cosine_similarity(paged, linear, dim=-1).min() > 0.9999
     assert torch.cosine_similarity(paged, other, dim=-1).max() < 0.9
 
