@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from runtime_service.core.sampled import SampledToken
-from runtime_service.sampling import SamplerState
+from runtime_service.sampling import SamplerState, no_maximum
 from shared.errors import InternalError
 from shared.kernels.upload import upload
 
@@ -46,9 +46,7 @@ class DrawnTokens:
             self._arrived.synchronize()
         ids, maxima = self._host.tolist()
         return [
-            SampledToken(int(token_id))
-            if math.isfinite(maximum)
-            else InternalError(f"the model's logits need a finite maximum to sample from; got {maximum}")
+            SampledToken(int(token_id)) if math.isfinite(maximum) else no_maximum(maximum)
             for token_id, maximum in zip(ids, maxima, strict=True)
         ]
 

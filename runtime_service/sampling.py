@@ -112,7 +112,8 @@ def sample(logits_BV: torch.Tensor, states: Sequence[SamplerState]) -> list[Samp
     return chosen
 
 
-def _no_maximum(maximum: float) -> InternalError:
+def no_maximum(maximum: float) -> InternalError:
+    """What a row yields in the place of a token when the largest of its logits is `maximum`, which is not finite."""
     return InternalError(f"the model's logits need a finite maximum to sample from; got {maximum}")
 
 
@@ -121,7 +122,7 @@ def _argmax_rows(logits_RV: torch.Tensor) -> list[SampledToken | InternalError]:
     # argmax takes NaN for the largest, so a NaN anywhere shows here.
     maxima_R = logits_RV.gather(1, ids_R).squeeze(1).tolist()
     return [
-        SampledToken(token_id) if np.isfinite(maximum) else _no_maximum(maximum)
+        SampledToken(token_id) if np.isfinite(maximum) else no_maximum(maximum)
         for token_id, maximum in zip(ids_R.squeeze(1).tolist(), maxima_R, strict=True)
     ]
 
@@ -129,14 +130,14 @@ def _argmax_rows(logits_RV: torch.Tensor) -> list[SampledToken | InternalError]:
 def _sample_row(raw_V: _Floats, state: SamplerState) -> SampledToken | InternalError:
     params = state.params
     if not np.isfinite(raw_V.max()):  # numpy's max is NaN if any value is
-        return _no_maximum(float(raw_V.max()))
+        return no_maximum(float(raw_V.max()))
     logits_V: _AnyFloats = _penalise(raw_V, state) if params.has_penalties else raw_V
     if state.forbids_end:
         logits_V = logits_V.copy()
         logits_V[list(state.end_ids)] = -np.inf
     maximum = float(logits_V.max())
     if not np.isfinite(maximum):
-        return _no_maximum(maximum)  # every id left was forbidden
+        return no_maximum(maximum)  # every id left was forbidden
     token_id = int(logits_V.argmax()) if params.is_greedy else _draw((logits_V - maximum).astype(np.float32), state)
     if params.logprobs is None:
         return SampledToken(token_id)

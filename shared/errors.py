@@ -10,8 +10,7 @@
     ├── NotFound                names something that is not here
     │   ├── ModelNotFound
     │   ├── JobNotFound
-    │   ├── ArtifactNotFound
-    │   └── RequestNotFound
+    │   └── ArtifactNotFound
     ├── Conflict                the same name is already taken, or the state forbids the verb
     │   ├── DuplicateRequest
     │   └── JobStateConflict
@@ -113,10 +112,6 @@ class JobNotFound(NotFound):
 
 class ArtifactNotFound(NotFound):
     reason = "ARTIFACT_NOT_FOUND"
-
-
-class RequestNotFound(NotFound):
-    reason = "REQUEST_NOT_FOUND"
 
 
 class Conflict(QuireError):

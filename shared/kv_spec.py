@@ -46,16 +46,6 @@ class Layout(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Strides:
-    """Distance in elements between neighbours along each axis; head_dim itself is contiguous."""
-
-    page: int
-    kv: int
-    head: int
-    token: int
-
-
-@dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Layers that share one geometry. `window` is the number of newest entries a query sees, itself included; None = all."""
 
@@ -148,12 +138,3 @@ class KVCacheSpec:
         """Shape of one layer's pool tensor (see the module's table)."""
         outer = (num_pages, 2) if self.layout is Layout.PAGED else (2, num_pages)
         return (*outer, group.kv_heads, self.page_size, group.head_dim)
-
-    def strides(self, group: LayerGroup, num_pages: int) -> Strides:
-        """Strides of a contiguous pool tensor of one layer of `group`."""
-        token = group.head_dim
-        head = token * self.page_size
-        plane = head * group.kv_heads
-        if self.layout is Layout.PAGED:
-            return Strides(page=2 * plane, kv=plane, head=head, token=token)
-        return Strides(page=plane, kv=num_pages * plane, head=head, token=token)

@@ -86,7 +86,6 @@ class Failed:
 
 
 Message = Progress | AskToPublish | Built | Explained | Keyed | Failed
-Ending = Built | Explained | Keyed | Failed
 _MESSAGE: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
 _REQUEST = TypeAdapter(Request)
 

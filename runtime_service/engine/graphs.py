@@ -57,9 +57,9 @@ class GraphedSteps:
     Logits are on the device and overwritten by the next step of the same bucket.
     """
 
-    def __init__(self, run: Run, manifest: EngineManifest, device: str = "cuda") -> None:
+    def __init__(self, run: Run, manifest: EngineManifest) -> None:
         self._run = run
-        self._device = torch.device(device)
+        self._device = torch.device("cuda")
         self._names = input_names(manifest)
         self._buckets = batch_buckets(manifest.profiles[Phase.DECODE].batch.max)
         self._table_width = manifest.cache.max_pages

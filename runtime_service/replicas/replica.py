@@ -40,12 +40,12 @@ class Replica:
         self._loads = {load.name: ReplicaLoad(load.pages_total, load.pages_free, load.requests_running) for load in report.engines}
 
     async def keep_fresh(self) -> None:
-        """For ever: a report every REPORT_PERIOD_S; one that does not answer keeps its last."""
+        """For ever: a report every REPORT_PERIOD_S. A replica that does not answer serves nothing until it does again."""
         while True:
             try:
                 await self.refresh()
             except grpc.aio.AioRpcError:
-                self._loads = {}  # nothing is sent to who does not answer
+                self._loads = {}
             await asyncio.sleep(REPORT_PERIOD_S)
 
     async def close(self) -> None:

@@ -71,7 +71,7 @@ def _check_windows(request: GenerationRequest, spec: KVCacheSpec) -> None:
     """A round keeps the newest `window` entries of a sliding-window layer, so it must keep at least as many."""
     if request.compaction is None:
         return
-    widest = max((group.window or 0 for group in spec.groups), default=0)
+    widest = max(spec.windows, default=0)
     if request.compaction.budget < widest:
         raise FieldOutOfRange(
             f"kv.policy.budget must be at least the sliding window of {widest} entries, got {request.compaction.budget}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -54,16 +56,18 @@ def compaction_params(message: inference_pb2.KVOptions, default: CompactionParam
 
 
 def default_compaction(message: control_pb2.CompactionDefaults) -> CompactionParams:
-    """Fields of an error are named as they are in a LoadEngineRequest."""
-    try:
+    with of_load_request():
         return _compaction(message)
+
+
+@contextmanager
+def of_load_request() -> Iterator[None]:
+    """Refusals of a compaction policy name its fields as they are in a LoadEngineRequest."""
+    try:
+        yield
     except FieldOutOfRange as error:
-        raise relabel(error, "kv.policy", "default_compaction") from error
-
-
-def relabel(error: FieldOutOfRange, old: str, new: str) -> FieldOutOfRange:
-    """The same refusal for a field that lies elsewhere in this request."""
-    return FieldOutOfRange(error.message.replace(old, new, 1), field=error.field.replace(old, new, 1), details=error.details)
+        message, field = (text.replace("kv.policy", "default_compaction", 1) for text in (error.message, error.field))
+        raise FieldOutOfRange(message, field=field, details=error.details) from error
 
 
 def _compaction(message: inference_pb2.CompactionOptions | control_pb2.CompactionDefaults) -> CompactionParams:

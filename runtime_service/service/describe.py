@@ -20,6 +20,7 @@ from shared.kv_spec import DType, Layout
 from shared.pb.quire.v1 import common_pb2, compiler_pb2, control_pb2
 from shared.profiles import OptimizationProfile, Range
 
+_CPUINFO = Path("/proc/cpuinfo")
 _BACKENDS = {
     "inductor": common_pb2.BACKEND_INDUCTOR,
     "tensorrt_rtx": common_pb2.BACKEND_TENSORRT_RTX,
@@ -115,9 +116,9 @@ def device_description() -> compiler_pb2.DeviceDescription:
     return compiler_pb2.DeviceDescription(kind="cpu", name=_cpu_name(), isa=sorted(host_features()), toolchain=runtime_toolchain())
 
 
-def _cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
+def _cpu_name() -> str:
+    if _CPUINFO.exists():
+        for line in _CPUINFO.read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()

@@ -21,7 +21,7 @@ from runtime_service.core.params import CompactionParams
 from runtime_service.engine.engine import Engine
 from runtime_service.kv.prefix_cache import can_share
 from runtime_service.loop import ServingLoop
-from runtime_service.service.convert import relabel
+from runtime_service.service.convert import of_load_request
 from runtime_service.service.memory import available_bytes, available_device_bytes, check_room, default_pages, pages_within
 from runtime_service.service.prompts import PromptEncoder, PromptLimits
 from runtime_service.service.roster import MAX_ATTEMPTS, Roster, RosterEntry
@@ -226,7 +226,8 @@ class Engines:
             undo.callback(engine.close)
             manifest = engine.manifest
             if request.compaction is not None:
-                _check_default(request.compaction, manifest)
+                with of_load_request():
+                    check_policy(request.compaction, manifest)
             limits = PromptLimits(self._settings.max_prompt_bytes, self._settings.max_prompt_tokens)
             prompts = PromptEncoder(tokenizer, limits, self._tokenising)
             with self._room:
@@ -270,10 +271,3 @@ def read_tokenizer(path: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _check_default(compaction: CompactionParams, manifest: EngineManifest) -> None:
-    try:
-        check_policy(compaction, manifest)
-    except FieldOutOfRange as error:
-        raise relabel(error, "kv.policy", "default_compaction") from error

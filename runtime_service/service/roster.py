@@ -45,7 +45,7 @@ class Roster:
         self._file = file
 
     def read(self) -> tuple[RosterEntry, ...]:
-        """None where the file is absent; a damaged one is logged and taken as empty: it must not keep the runtime down."""
+        """Nothing where the file is absent; a damaged one is logged and taken as empty: it must not keep the runtime down."""
         try:
             return _ENTRIES.validate_json(self._file.read_bytes())
         except FileNotFoundError:

@@ -51,15 +51,11 @@ class OutputAssembler:
             return self._close(FinishReason.LENGTH, token, text)
         return self._output(token, text, None)
 
-    def finish_length(self) -> Output:
-        """End the sample because it may not grow."""
-        return self._close(FinishReason.LENGTH)
-
     def cancel(self) -> Output:
         """End the sample because somebody asked for it; text that is still withheld comes with it."""
         return self._output(None, self._rest()[0], Finished(self._index, FinishReason.CANCELLED))
 
-    def _close(self, reason: FinishReason, token: SampledToken | None = None, text: str = "", stop_id: int | None = None) -> Output:
+    def _close(self, reason: FinishReason, token: SampledToken, text: str, stop_id: int | None = None) -> Output:
         """Show what is withheld. A stop string in it, which only the end of the text made final, is the reason then."""
         rest, stop = self._rest()
         finish = Finished(self._index, reason, stop_id) if stop is None else Finished(self._index, FinishReason.STOP, stop)

@@ -19,17 +19,6 @@ MAX_OUTAGE_S = 60.0
 """A job outlives its service; one that is not back by then is reported."""
 RESUME_EVERY_S = 0.5
 
-S = compiler_pb2.JobState
-TERMINAL = frozenset(
-    (
-        S.JOB_STATE_SUCCEEDED,
-        S.JOB_STATE_FAILED,
-        S.JOB_STATE_CANCELLED,
-        S.JOB_STATE_TIMED_OUT,
-        S.JOB_STATE_DEAD_LETTERED,
-    )
-)
-
 
 def state_word(state: int) -> str:
     return word_of(compiler_pb2.JobState, "JOB_STATE", state)
@@ -115,9 +104,9 @@ def follow(
             if show:
                 bars.show(event)
     job: compiler_pb2.CompileJob = stub.GetCompileJob(compiler_pb2.GetCompileJobRequest(job_id=job_id)).job
-    if job.state == S.JOB_STATE_SUCCEEDED:
+    if job.state == compiler_pb2.JOB_STATE_SUCCEEDED:
         return job
     if job.error.reason:
         raise from_message(job.error)
-    kind = TimedOut if job.state == S.JOB_STATE_TIMED_OUT else Cancelled
+    kind = TimedOut if job.state == compiler_pb2.JOB_STATE_TIMED_OUT else Cancelled
     raise kind(f"job {job_id} ended {state_word(job.state)}")

@@ -84,6 +84,12 @@ def cache_root() -> Path:
     return Path(configured) if configured else Path.home() / ".cache" / "quire"
 
 
+def vector_macros() -> tuple[str, ...]:
+    """What gives ATen's vectors this host's width: they have it by macros, not by -march, and are portable arrays without them."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return (f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}") if capability in ("AVX2", "AVX512") else ()
+
+
 def find_compiler() -> str | None:
     """Absolute path of the C++ compiler: `$CXX`, else the first of c++, g++, clang++ on the PATH; None if there is none."""
     candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import grpc
 from google.protobuf import any_pb2
-from google.rpc import code_pb2, error_details_pb2, status_pb2
+from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from shared import errors
@@ -135,8 +135,3 @@ def _from_transport(error: grpc.RpcError) -> QuireError:
         grpc.StatusCode.PERMISSION_DENIED: errors.Denied,
     }
     return kinds.get(code, errors.InternalError)(text)
-
-
-def code_name(code: int) -> str:
-    """`INVALID_ARGUMENT` for 3."""
-    return str(code_pb2.Code.Name(code))

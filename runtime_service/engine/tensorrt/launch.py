@@ -99,7 +99,6 @@ class Launcher:
         self._inputs = torch.empty(0, dtype=torch.int32, device="cuda")
         self._logits = torch.empty(rows, manifest.model.vocab_size, dtype=torch.float32, device="cuda")
         self._scratch = torch.empty(max(1, plan.device_memory_size_v2), dtype=torch.uint8, device="cuda")
-        self._aliases = {alias.input: alias.output for alias in manifest.aliases}
         self._copies = {b.name: _rows_like(b, rows) for b in manifest.bindings if b.role is Role.OUTPUT and b.name != LOGITS}
         self._configs = _make_configs(trt, plan)
         self._contexts: dict[int, Any] = {}

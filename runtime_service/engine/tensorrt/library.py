@@ -6,10 +6,9 @@ import importlib
 import importlib.util
 from typing import Any
 
-import torch
-
 from shared.compatibility import Device, Level, compare
 from shared.errors import EngineIncompatible
+from shared.gpu import compute_capability
 from shared.manifest import EngineManifest
 from shared.tensorrt.precision import disable_tf32
 
@@ -34,9 +33,9 @@ def load_library(backend: str) -> Any:
 
 
 def _this_device(backend: str) -> Device:
-    if not torch.cuda.is_available():
+    capability = compute_capability()
+    if not capability:
         return Device("a host without an NVIDIA GPU that torch can use", frozenset(), "", {})
-    major, minor = torch.cuda.get_device_capability()
     installed = importlib.util.find_spec(backend) is not None
     version = load_library(backend).__version__ if installed else "not installed"
-    return Device("cuda", frozenset(), f"sm{major}{minor}", {backend: version})
+    return Device("cuda", frozenset(), capability, {backend: version})

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime_service.kv.allocator import DUMP_PAGE
 from shared.bindings import BLOCK_TABLE
 from shared.errors import FieldOutOfRange
-
-DUMP_PAGE = 0
 
 
 @dataclass(frozen=True, slots=True)

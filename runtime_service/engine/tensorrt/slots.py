@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from runtime_service.kv.allocator import DUMP_PAGE
 from shared.bindings import BLOCK_TABLE
 from shared.errors import FieldOutOfRange
-
-DUMP_SLOT = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +24,11 @@ class SlotRun:
 
 
 def slot_runs(slots: Sequence[int], max_rows: int) -> list[SlotRun]:
-    """The launches for a batch whose row `b` lies in slot `slots[b]`. Padding rows (DUMP_SLOT) need none.
+    """The launches for a batch whose row `b` lies in slot `slots[b]`. Padding rows (in DUMP_PAGE) need none.
 
     FieldOutOfRange when two rows share a slot: one launch would write it twice.
     """
-    order = sorted((slot, row) for row, slot in enumerate(slots) if slot != DUMP_SLOT)
+    order = sorted((slot, row) for row, slot in enumerate(slots) if slot != DUMP_PAGE)
     runs: list[SlotRun] = []
     for slot, row in order:
         last = runs[-1] if runs else None

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.kernels.build import load_library
+from shared.kernels.build import load_library, vector_macros
 
 _log = logging.getLogger(__name__)
 
@@ -38,10 +38,7 @@ def load_ops() -> None:
     with _lock:
         if _loaded:
             return
-        capability = torch.backends.cpu.get_cpu_capability()
-        # ATen's vectors have their widths chosen by macros, not by -march; without them they are portable arrays.
-        macros = (f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}") if capability in ("AVX2", "AVX512") else ()
-        compiled = load_library("linear", [_FOLDER / "ops.cpp"], macros, _HEADERS)
+        compiled = load_library("linear", [_FOLDER / "ops.cpp"], vector_macros(), _HEADERS)
         torch.library.define(LINEARS, _SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.register_fake(LINEARS, _shapes)
         if compiled is None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
-from shared.kernels.build import load_library
+from shared.kernels.build import load_library, vector_macros
 
 _FOLDER = Path(__file__).parent
 _SOURCES = (_FOLDER / "ops.cpp",)
@@ -18,7 +16,4 @@ def load_kernels() -> Path | None:
 
     None, with the reason logged, where this host cannot build them; BuildFailed when its compiler rejects them.
     """
-    capability = torch.backends.cpu.get_cpu_capability()
-    # ATen's vectors have their widths chosen by macros, not by -march; without them they are portable arrays.
-    macros = (f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}") if capability in ("AVX2", "AVX512") else ()
-    return load_library("attention", _SOURCES, macros, _HEADERS)
+    return load_library("attention", _SOURCES, vector_macros(), _HEADERS)
