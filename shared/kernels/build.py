@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from shared.cache import cache_root
 from shared.errors import BuildFailed
 
 logger = logging.getLogger(__name__)
@@ -76,12 +77,6 @@ def _built(name: str, sources: Sequence[Path], extra_cflags: Sequence[str], head
             if not library.exists():  # another process may have published it while this one waited
                 _compile(compiler, sources, cflags, library)
     return library
-
-
-def cache_root() -> Path:
-    """Directory for everything Quire derives and may rebuild: `$QUIRE_CACHE`, else `~/.cache/quire`."""
-    configured = os.environ.get("QUIRE_CACHE")
-    return Path(configured) if configured else Path.home() / ".cache" / "quire"
 
 
 def vector_macros() -> tuple[str, ...]:

@@ -14,10 +14,10 @@ from grpc_status import rpc_status
 from shared import errors
 from shared.errors import QuireError
 from shared.pb.quire.v1 import common_pb2
+from shared.text import clip
 
 DOMAIN = "quire"
 DEFAULT_RETRY_AFTER_S = 1.0
-_MAX_MESSAGE_CHARS = 2000
 
 # Most derived class first where one contains another; the first match by inheritance wins.
 CODES: dict[type[QuireError], grpc.StatusCode] = {
@@ -45,12 +45,6 @@ def code_of(kind: type[QuireError]) -> grpc.StatusCode:
         if parent in CODES:
             return CODES[parent]
     raise KeyError(kind)
-
-
-def clip(text: str) -> str:
-    """`text` as valid UTF-8 short enough for a trailer (lone surrogates become '?')."""
-    clean = text.encode("utf-8", "replace").decode()
-    return clean if len(clean) <= _MAX_MESSAGE_CHARS else clean[: _MAX_MESSAGE_CHARS - 1] + "…"
 
 
 def _pack(message: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo) -> any_pb2.Any:

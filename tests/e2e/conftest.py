@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.cache import cache_root
 from shared.cli import watch
 from shared.cli.fetch import fetch_smollm2
 from shared.cli.generate import stream_events
@@ -28,7 +29,7 @@ from shared.pb.quire.v1 import compiler_pb2, control_pb2, inference_pb2
 from tests.e2e.hf_oracle import Oracle, oracle_of
 from tests.e2e.streams import greedy_request
 
-CACHE = Path(os.environ.get("QUIRE_CACHE", "~/.cache/quire")).expanduser()
+CACHE = cache_root()
 DATA = Path(os.environ.get("QUIRE_E2E_DATA", CACHE / "e2e"))
 
 

@@ -18,9 +18,9 @@ from compiler_service.ingest.digest import DigestCache
 from compiler_service.pipeline import Workspace, build
 from compiler_service.spec import CompileSpec, profile_set
 from shared.artifacts.local import LocalStore
+from shared.cache import cache_root
 from shared.ids import ArtifactId
 from shared.inductor.isa import host_features
-from shared.kernels.build import cache_root
 from shared.kv_spec import Layout
 from shared.manifest import decode_engine_manifest
 from tests.support.sources import write_checkpoint

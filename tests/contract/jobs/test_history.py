@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from shared.errors import DuplicateRequest, FieldOutOfRange, JobNotFound
-from shared.jobs.job import MAX_MESSAGE_CHARS, JobEvent, JobLimits, JobState
+from shared.jobs.job import JobEvent, JobLimits, JobState
 from shared.jobs.lifecycle import MAX_EVENTS
 from shared.jobs.queue import JobQueue, QueuePolicy
+from shared.text import MAX_CHARS
 from tests.support.job_queues import CANCELLED, ERROR, Backend, ManualClock, claim, history, submit, succeed
 
 
@@ -95,7 +96,7 @@ async def test_an_endless_history_is_cut_but_its_end_is_kept(queue: JobQueue) ->
     events = await history(queue, job_id)
     assert [event.sequence for event in events] == list(range(1, MAX_EVENTS + 3))
     assert events[-1].state is JobState.SUCCEEDED
-    assert max(len(event.message) for event in events) == MAX_MESSAGE_CHARS
+    assert max(len(event.message) for event in events) == MAX_CHARS
 
 
 async def test_text_that_is_no_text_is_stored_as_text(queue: JobQueue) -> None:
