@@ -13,19 +13,22 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from runtime_service.config import RuntimeSettings
 from runtime_service.replicas.front import ControlFront, InferenceFront
-from runtime_service.replicas.process import ReplicaProcess, environment_of
+from runtime_service.replicas.process import environment_of
 from runtime_service.replicas.replica import Replica
-from shared.errors import FieldOutOfRange, QuireError, Unavailable
+from shared.errors import FieldOutOfRange, QuireError
 from shared.pb.quire.v1 import control_pb2_grpc, inference_pb2_grpc
 from shared.rpc.server import Server, stop_signals
+from shared.service_process import ServiceProcess, all_ready, until_one_ends
 from shared.telemetry.log import configure_logging
 
 SERVICES = ("quire.v1.Inference", "quire.v1.Control")
 LAST_WORDS_S = 5.0
+READY_TIMEOUT_S = 600.0
+"""Until every replica serves everything it starts with."""
 
 
 @asynccontextmanager
@@ -49,37 +52,21 @@ async def front(settings: RuntimeSettings, addresses: Sequence[str]) -> AsyncIte
 
 
 async def serve(settings: RuntimeSettings, devices: Sequence[str]) -> None:
-    location = settings.store_location.place
+    location, replicas = settings.store_location.place, list[ServiceProcess]()
     async with stop_signals() as stopped:
-        environments = [
-            environment_of(index, device, location, settings.data_directory, os.environ) for index, device in enumerate(devices)
-        ]
-        started = await asyncio.gather(*map(ReplicaProcess.start, environments), return_exceptions=True)
-        running = [process for process in started if isinstance(process, ReplicaProcess)]
         try:
-            for failure in started:
-                if isinstance(failure, BaseException):
-                    raise failure
-            async with front(settings, [process.address for process in running]) as address:
-                sys.stdout.write(json.dumps({"address": address, "replicas": [process.address for process in running]}) + "\n")
+            for index, device in enumerate(devices):
+                environment = environment_of(index, device, location, settings.data_directory, os.environ)
+                replicas.append(await ServiceProcess.start(f"replica on device {device}", "runtime_service", environment))
+            if not await all_ready(stopped, replicas, READY_TIMEOUT_S):
+                return
+            addresses = [replica.address for replica in replicas]
+            async with front(settings, addresses) as address:
+                sys.stdout.write(json.dumps({"address": address, "replicas": addresses}) + "\n")
                 sys.stdout.flush()
-                await _until_one_ends(stopped, running)
+                await until_one_ends(stopped, replicas)
         finally:
-            await asyncio.gather(*(process.end(settings.drain_s + LAST_WORDS_S) for process in running))
-
-
-async def _until_one_ends(stopped: asyncio.Event, running: Sequence[ReplicaProcess]) -> None:
-    """Returns on a signal; Unavailable when a replica has ended by itself."""
-    stop = asyncio.create_task(stopped.wait())
-    ends = [asyncio.create_task(process.process.wait()) for process in running]
-    await asyncio.wait([stop, *ends], return_when=asyncio.FIRST_COMPLETED)
-    dead = [process for process in running if process.process.returncode is not None]
-    for task in (stop, *ends):
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-    if dead and not stopped.is_set():
-        raise Unavailable(f"the replica at {dead[0].address} ended with exit code {dead[0].process.returncode}; its log is above")
+            await asyncio.gather(*(replica.end(settings.drain_s + LAST_WORDS_S) for replica in replicas))
 
 
 def main() -> None:

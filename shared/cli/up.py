@@ -7,65 +7,20 @@ import contextlib
 import fcntl
 import json
 import os
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shared.cli.session import session_of
-from shared.errors import Conflict, FieldOutOfRange, Unavailable
+from shared.errors import Conflict, FieldOutOfRange
 from shared.rpc.server import stop_signals
+from shared.service_process import ServiceProcess, all_ready, until_one_ends
 
 DEFAULT_DATA = Path("~/.local/share/quire")
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
-
-
-@dataclass(slots=True)
-class Service:
-    """A child process that prints one JSON line with its real address once it serves."""
-
-    name: str
-    process: asyncio.subprocess.Process
-    address: str = ""
-
-    @classmethod
-    async def start(cls, name: str, module: str, environment: dict[str, str]) -> Service:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            module,
-            env=os.environ | environment,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        return cls(name, process)
-
-    async def ready(self) -> None:
-        """Returns once it serves at `address`; Unavailable where it ends or takes too long."""
-        assert self.process.stdout is not None
-        try:
-            line = await asyncio.wait_for(self.process.stdout.readline(), READY_TIMEOUT_S)
-        except TimeoutError:
-            raise Unavailable(f"the {self.name} service was not ready within {READY_TIMEOUT_S:.0f} s; its log is above") from None
-        if not line:
-            code = await self.process.wait()
-            raise Unavailable(f"the {self.name} service ended with exit code {code} before it was ready; its log is above")
-        self.address = str(json.loads(line)["address"])
-
-    async def end(self) -> None:
-        """SIGTERM, time to drain, then SIGKILL."""
-        if self.process.returncode is not None:
-            return
-        self.process.terminate()
-        try:
-            await asyncio.wait_for(self.process.wait(), STOP_TIMEOUT_S)
-        except TimeoutError:
-            self.process.kill()
-            await self.process.wait()
 
 
 @contextlib.contextmanager
@@ -112,25 +67,17 @@ def up_command(
 
 
 async def _serve(compiler_environment: dict[str, str], runtime_environment: dict[str, str], directory: Path) -> None:
-    services: list[Service] = []
+    services: list[ServiceProcess] = []
     async with stop_signals() as stopped:
-        stop = asyncio.create_task(stopped.wait())
         try:
-            services.append(await Service.start("compiler", "compiler_service", compiler_environment))
-            services.append(await Service.start("runtime", "runtime_service", runtime_environment))
-            ready = asyncio.gather(*(service.ready() for service in services))
-            await asyncio.wait((stop, ready), return_when=asyncio.FIRST_COMPLETED)
-            if stopped.is_set():
-                ready.cancel()
+            for name, environment in (("compiler", compiler_environment), ("runtime", runtime_environment)):
+                started = await ServiceProcess.start(f"{name} service", f"{name}_service", os.environ | environment)
+                services.append(started)
+            if not await all_ready(stopped, services, READY_TIMEOUT_S):
                 return
-            await ready
-            addresses = {f"{service.name}_address": service.address for service in services}
+            compiler, runtime = services
+            addresses = {"compiler_address": compiler.address, "runtime_address": runtime.address}
             print(json.dumps({"ready": True} | addresses | {"data": str(directory), "pid": os.getpid()}), flush=True)
-            ends = {asyncio.create_task(s.process.wait()): s for s in services}
-            done, _ = await asyncio.wait({stop, *ends}, return_when=asyncio.FIRST_COMPLETED)
-            dead = [ends[task] for task in done if task in ends]
-            if dead and not stopped.is_set():
-                raise Unavailable(f"the {dead[0].name} service ended with exit code {dead[0].process.returncode}; its log is above")
+            await until_one_ends(stopped, services)
         finally:
-            stop.cancel()
-            await asyncio.gather(*(service.end() for service in services))
+            await asyncio.gather(*(service.end(STOP_TIMEOUT_S) for service in services))

@@ -23,16 +23,16 @@ def test_a_data_directory_that_cannot_be_made_is_refused(tmp_path):
 
 def test_a_service_that_fails_to_start_ends_the_other(tmp_path, monkeypatch):
     (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(60)\n")
-    modules, path = {"compiler": "no_such_module", "runtime": "sleeper"}, {"PYTHONPATH": str(tmp_path)}
+    modules = {"compiler_service": "no_such_module", "runtime_service": "sleeper"}
     started = []
-    start = up.Service.start.__func__
+    start = up.ServiceProcess.start.__func__
 
     async def recorded(cls, name, module, environment):
-        service = await start(cls, name, modules[name], path)
+        service = await start(cls, name, modules[module], environment | {"PYTHONPATH": str(tmp_path)})
         started.append(service)
         return service
 
-    monkeypatch.setattr(up.Service, "start", classmethod(recorded))
+    monkeypatch.setattr(up.ServiceProcess, "start", classmethod(recorded))
     with pytest.raises(Unavailable, match="compiler service ended with exit code 1"):
         asyncio.run(up._serve({}, {}, tmp_path))
     assert [service.process.returncode is not None for service in started] == [True, True]
