@@ -14,8 +14,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 
-from pydantic import ValidationError
-
 from compiler_service.config import CompilerSettings
 from compiler_service.metrics import CompilerMetrics, QueueCollector
 from compiler_service.service.explain import Explainer
@@ -25,12 +23,11 @@ from compiler_service.worker.build_process import Launcher
 from compiler_service.worker.record import AttemptRecord
 from compiler_service.worker.worker import BuildPaths, Worker
 from shared.artifacts.locate import open_store
-from shared.errors import QuireError
 from shared.jobs.locate import open_queue
 from shared.jobs.queue import JobQueue, QueuePolicy, reclaim_forever
 from shared.pb.quire.v1 import compiler_pb2_grpc
 from shared.rpc.server import Server, stop_signals
-from shared.telemetry.log import configure_logging
+from shared.service_main import run_service
 from shared.telemetry.trace import Tracer, open_tracer, untraced
 
 SERVICES = ("quire.v1.Compiler",)
@@ -120,14 +117,7 @@ async def serve(settings: CompilerSettings, policy: QueuePolicy | None = None, l
 
 
 def main() -> None:
-    try:
-        settings = CompilerSettings()
-        configure_logging("compiler", settings.log_level)
-        asyncio.run(serve(settings))
-    except (ValidationError, ValueError) as error:
-        sys.exit(f"bad settings: {error}")
-    except QuireError as error:
-        sys.exit(error.message)
+    run_service("compiler", CompilerSettings, serve)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,10 @@ from runtime_service.service.metrics import RuntimeCollector
 from runtime_service.service.probes import report_health
 from shared.artifacts.locate import open_store
 from shared.artifacts.store import ArtifactStore
-from shared.errors import FieldOutOfRange, QuireError
+from shared.errors import QuireError
 from shared.pb.quire.v1 import control_pb2_grpc, inference_pb2_grpc
 from shared.rpc.server import Server, stop_signals
-from shared.telemetry.log import configure_logging
+from shared.service_main import run_service
 from shared.telemetry.metrics import ServiceMetrics
 from shared.telemetry.trace import Tracer, open_tracer, untraced
 
@@ -116,15 +116,7 @@ async def serve(settings: RuntimeSettings) -> None:
 
 
 def main() -> None:
-    try:
-        settings = RuntimeSettings()
-        configure_logging("runtime", settings.log_level)
-    except (ValueError, FieldOutOfRange) as error:
-        sys.exit(f"bad settings: {error}")
-    try:
-        asyncio.run(serve(settings))
-    except QuireError as error:
-        sys.exit(error.message)
+    run_service("runtime", RuntimeSettings, serve)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from shared.kv_spec import Layout
 from shared.manifest import EngineManifest, FileEntry, ModelManifest, WriteCertificate
 from shared.pb.quire.v1 import common_pb2, compiler_pb2
 from shared.profiles import OptimizationProfile, Range
+from shared.rpc.messages import BACKENDS, DTYPES, LAYOUTS, profile_message
 from shared.rpc.status import code_of, error_class
 
 DEFAULT_PAGE_SIZE = 16
@@ -24,17 +25,6 @@ MAX_LISTED = 64
 _PROFILE_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _Word = TypeVar("_Word")
 
-_BACKENDS = {
-    "inductor": common_pb2.BACKEND_INDUCTOR,
-    "tensorrt_rtx": common_pb2.BACKEND_TENSORRT_RTX,
-    "tensorrt": common_pb2.BACKEND_TENSORRT,
-}
-_LAYOUTS = {Layout.PAGED: common_pb2.KV_LAYOUT_PAGED, Layout.LINEAR: common_pb2.KV_LAYOUT_LINEAR}
-_DTYPES = {
-    "float32": common_pb2.ELEMENT_TYPE_FLOAT32,
-    "bfloat16": common_pb2.ELEMENT_TYPE_BFLOAT16,
-    "float16": common_pb2.ELEMENT_TYPE_FLOAT16,
-}
 _LEVELS = {
     Level.OPTIMAL: compiler_pb2.COMPATIBILITY_OPTIMAL,
     Level.PREFER_RECOMPILE: compiler_pb2.COMPATIBILITY_PREFER_RECOMPILE,
@@ -44,8 +34,8 @@ _LEVELS = {
 
 def spec_from(message: compiler_pb2.CompileSpec) -> CompileSpec:
     """FieldOutOfRange names the field. `page_size` 0 is the layout's own size; without `targets` inductor builds for this CPU."""
-    backend = _word(_BACKENDS, message.backend, "spec.backend")
-    layout = _word(_LAYOUTS, message.layout, "spec.layout")
+    backend = _word(BACKENDS, message.backend, "spec.backend")
+    layout = _word(LAYOUTS, message.layout, "spec.layout")
     default_page = message.max_len if layout is Layout.LINEAR else DEFAULT_PAGE_SIZE
     for field in ("profiles", "targets"):
         if (count := len(getattr(message, field))) > MAX_LISTED:
@@ -54,7 +44,7 @@ def spec_from(message: compiler_pb2.CompileSpec) -> CompileSpec:
         source=message.source,
         backend=backend,
         layout=layout,
-        dtype=_word(_DTYPES, message.dtype, "spec.dtype"),
+        dtype=_word(DTYPES, message.dtype, "spec.dtype"),
         max_len=message.max_len,
         page_size=message.page_size or default_page,
         profiles=profile_set(tuple(_profile_from(profile) for profile in message.profiles)),
@@ -94,9 +84,9 @@ def _range_from(message: common_pb2.SizeRange, field: str) -> Range:
 def spec_message(spec: CompileSpec) -> compiler_pb2.CompileSpec:
     return compiler_pb2.CompileSpec(
         source=spec.source,
-        backend=_BACKENDS[spec.backend],
-        layout=_LAYOUTS[spec.layout],
-        dtype=_DTYPES[spec.dtype],
+        backend=BACKENDS[spec.backend],
+        layout=LAYOUTS[spec.layout],
+        dtype=DTYPES[spec.dtype],
         max_len=spec.max_len,
         page_size=spec.page_size,
         profiles=[profile_message(profile) for profile in spec.profiles.profiles],
@@ -104,13 +94,6 @@ def spec_message(spec: CompileSpec) -> compiler_pb2.CompileSpec:
         allow_copying=spec.allow_copying,
         constant_weights=spec.constant_weights,
     )
-
-
-def profile_message(profile: OptimizationProfile) -> common_pb2.OptimizationProfile:
-    def sizes(range_: Range) -> common_pb2.SizeRange:
-        return common_pb2.SizeRange(min=range_.min, opt=range_.opt, max=range_.max)
-
-    return common_pb2.OptimizationProfile(name=profile.name, batch=sizes(profile.batch), query_len=sizes(profile.query_len))
 
 
 def limits_from(message: compiler_pb2.JobLimits) -> JobLimits:
@@ -225,9 +208,9 @@ def engine_message(info: ArtifactInfo, manifest: EngineManifest, manifest_json: 
         kind=info.kind,
         model_name=manifest.model.name,
         model_id=manifest.model.model_id,
-        backend=_BACKENDS[manifest.backend],
-        layout=_LAYOUTS[cache.layout],
-        dtype=_DTYPES[cache.groups[0].dtype.value],
+        backend=BACKENDS[manifest.backend],
+        layout=LAYOUTS[cache.layout],
+        dtype=DTYPES[cache.groups[0].dtype.value],
         max_len=cache.max_len,
         page_size=cache.page_size,
         profiles=[profile_message(profile) for profile in manifest.profiles.profiles],
@@ -246,7 +229,7 @@ def model_message(info: ArtifactInfo, manifest: ModelManifest, manifest_json: by
         kind=info.kind,
         model_name=facts.name,
         model_id=facts.model_id,
-        dtype=_DTYPES[facts.weights_dtype],
+        dtype=DTYPES[facts.weights_dtype],
         files=_file_messages(manifest.files),
         size_bytes=info.size_bytes,
         published_at=timestamp(info.published_s),

@@ -19,11 +19,10 @@ from runtime_service.config import RuntimeSettings
 from runtime_service.replicas.front import ControlFront, InferenceFront
 from runtime_service.replicas.process import environment_of
 from runtime_service.replicas.replica import Replica
-from shared.errors import FieldOutOfRange, QuireError
 from shared.pb.quire.v1 import control_pb2_grpc, inference_pb2_grpc
 from shared.rpc.server import Server, stop_signals
+from shared.service_main import run_service
 from shared.service_process import ServiceProcess, all_ready, until_one_ends
-from shared.telemetry.log import configure_logging
 
 SERVICES = ("quire.v1.Inference", "quire.v1.Control")
 LAST_WORDS_S = 5.0
@@ -73,15 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", required=True, help="CUDA device indices, as 0,1; cpu for a replica without a GPU")
     devices = parser.parse_args().devices.split(",")
-    try:
-        settings = RuntimeSettings()
-        configure_logging("front", settings.log_level)
-    except (ValueError, FieldOutOfRange) as error:
-        sys.exit(f"bad settings: {error}")
-    try:
-        asyncio.run(serve(settings, devices))
-    except QuireError as error:
-        sys.exit(error.message)
+    run_service("front", RuntimeSettings, lambda settings: serve(settings, devices))
 
 
 if __name__ == "__main__":

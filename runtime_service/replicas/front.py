@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 
@@ -21,7 +21,8 @@ from shared.pb.quire.v1 import control_pb2 as pb
 from shared.pb.quire.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from shared.rpc.status import from_rpc_error
 
-_Message = TypeVar("_Message")
+_Answer = TypeVar("_Answer")
+_Reading = TypeVar("_Reading", pb.EngineLoad, pb.CompactionStats)
 
 
 class InferenceFront(inference_pb2_grpc.InferenceServicer):
@@ -121,7 +122,7 @@ class ControlFront(control_pb2_grpc.ControlServicer):
         answers = await self._all(lambda replica: replica.control.Drain(request))
         return pb.DrainResponse(finished=sum(a.finished for a in answers), aborted=sum(a.aborted for a in answers))
 
-    async def _all(self, call: Callable[[Replica], Awaitable[Any]]) -> list[Any]:
+    async def _all(self, call: Callable[[Replica], Awaitable[_Answer]]) -> list[_Answer]:
         try:
             return list(await asyncio.gather(*(call(replica) for replica in self._replicas)))
         except grpc.aio.AioRpcError as error:
@@ -138,9 +139,9 @@ def _whole(engines: Sequence[pb.Engine]) -> pb.Engine:
     return whole
 
 
-def _sums(messages: Sequence[Any], key: str) -> list[Any]:
+def _sums(messages: Sequence[_Reading], key: str) -> list[_Reading]:
     """Messages with the same `key` as one, every other field summed."""
-    sums: dict[str, Any] = {}
+    sums: dict[str, _Reading] = {}
     for message in messages:
         name = getattr(message, key)
         if name not in sums:

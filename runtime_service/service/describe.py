@@ -16,22 +16,10 @@ from runtime_service.session.load import EngineLoad
 from shared.gpu import compute_capability
 from shared.inductor.isa import host_features
 from shared.inductor.toolchain import runtime_toolchain
-from shared.kv_spec import DType, Layout
-from shared.pb.quire.v1 import common_pb2, compiler_pb2, control_pb2
-from shared.profiles import OptimizationProfile, Range
+from shared.pb.quire.v1 import compiler_pb2, control_pb2
+from shared.rpc.messages import BACKENDS, DTYPES, LAYOUTS, profile_message
 
 _CPUINFO = Path("/proc/cpuinfo")
-_BACKENDS = {
-    "inductor": common_pb2.BACKEND_INDUCTOR,
-    "tensorrt_rtx": common_pb2.BACKEND_TENSORRT_RTX,
-    "tensorrt": common_pb2.BACKEND_TENSORRT,
-}
-_LAYOUTS = {Layout.PAGED: common_pb2.KV_LAYOUT_PAGED, Layout.LINEAR: common_pb2.KV_LAYOUT_LINEAR}
-_DTYPES = {
-    DType.FLOAT32: common_pb2.ELEMENT_TYPE_FLOAT32,
-    DType.BFLOAT16: common_pb2.ELEMENT_TYPE_BFLOAT16,
-    DType.FLOAT16: common_pb2.ELEMENT_TYPE_FLOAT16,
-}
 
 
 def engine_message(engine: LoadedEngine) -> control_pb2.Engine:
@@ -40,14 +28,14 @@ def engine_message(engine: LoadedEngine) -> control_pb2.Engine:
         name=engine.name,
         artifact_id=manifest.artifact_id,
         model_name=manifest.model.name,
-        backend=_BACKENDS[manifest.backend],
-        layout=_LAYOUTS[cache.layout],
-        dtype=_DTYPES[cache.groups[0].dtype],
+        backend=BACKENDS[manifest.backend],
+        layout=LAYOUTS[cache.layout],
+        dtype=DTYPES[cache.groups[0].dtype],
         max_len=cache.max_len,
         page_size=cache.page_size,
         num_pages=engine.num_pages,
         kv_bytes=engine.kv_bytes,
-        profiles=[_profile(profile) for profile in manifest.profiles.profiles],
+        profiles=[profile_message(profile) for profile in manifest.profiles.profiles],
         caches_aliased=sum(write.aliased for write in manifest.proof),
         caches_total=len(manifest.proof),
         load_s=engine.load_s,
@@ -56,14 +44,6 @@ def engine_message(engine: LoadedEngine) -> control_pb2.Engine:
     if engine.compaction is not None:
         message.default_compaction.CopyFrom(compaction_message(engine.compaction))
     return message
-
-
-def _profile(profile: OptimizationProfile) -> common_pb2.OptimizationProfile:
-    return common_pb2.OptimizationProfile(name=profile.name, batch=_range(profile.batch), query_len=_range(profile.query_len))
-
-
-def _range(sizes: Range) -> common_pb2.SizeRange:
-    return common_pb2.SizeRange(min=sizes.min, opt=sizes.opt, max=sizes.max)
 
 
 def load_message(load: EngineLoad) -> control_pb2.EngineLoad:

@@ -10,6 +10,7 @@ from typing import Any
 from shared.errors import FieldOutOfRange
 from shared.pb.quire.v1 import common_pb2, compiler_pb2, inference_pb2
 from shared.profiles import parse_profile
+from shared.rpc.messages import profile_message
 
 DEFAULT_PROFILES = ("decode=8x1", "prefill=1x128")
 DEFAULT_INTERVAL = 64
@@ -34,19 +35,6 @@ def enum_value(enum: Any, prefix: str, word: str, option: str) -> Any:
 def word_of(enum: Any, prefix: str, value: int) -> str:
     """`paged` for KV_LAYOUT_PAGED."""
     return str(enum.Name(value)).removeprefix(prefix + "_").lower()
-
-
-def profile_messages(words: Sequence[str]) -> list[common_pb2.OptimizationProfile]:
-    def message(word: str) -> common_pb2.OptimizationProfile:
-        profile = parse_profile(word)
-        batch, length = profile.batch, profile.query_len
-        return common_pb2.OptimizationProfile(
-            name=profile.name,
-            batch=common_pb2.SizeRange(min=batch.min, opt=batch.opt, max=batch.max),
-            query_len=common_pb2.SizeRange(min=length.min, opt=length.opt, max=length.max),
-        )
-
-    return [message(word) for word in words]
 
 
 def profile_words(profiles: Iterable[common_pb2.OptimizationProfile]) -> str:
@@ -81,7 +69,7 @@ def compile_spec(
         dtype=enum_value(common_pb2.ElementType, "ELEMENT_TYPE", dtype, "--dtype"),
         max_len=max_len,
         page_size=page_size if layout == "paged" else 0,
-        profiles=profile_messages(profiles or DEFAULT_PROFILES),
+        profiles=[profile_message(parse_profile(word)) for word in profiles or DEFAULT_PROFILES],
         targets=targets,
         allow_copying=allow_copying,
         constant_weights=constant_weights,
