@@ -205,7 +205,7 @@ class ServingLoop:
             while self._inbox.closed is None:
                 if not self.turn() and self._inbox.closed is None:
                     self._inbox.wait(_BLOCKED_PAUSE_S if self._alive else None)  # nothing alive: no deadline to keep
-        except Exception as error:  # noqa: BLE001 - nobody is above this frame; what is alive must not wait for ever
+        except BaseException as error:  # noqa: BLE001 - nobody is above this frame; what is alive must not wait for ever
             _log.exception("serving_loop_died")
             self._die(error)
 
@@ -238,14 +238,17 @@ class ServingLoop:
         with self._lock:
             del self._sessions[session.name]
             self._removing.discard(session.name)
-        session.shut()
+        try:
+            session.shut()
+        except Exception:  # noqa: BLE001 - it serves nobody any more: its name is free, and others that are to be closed are closed
+            _log.exception("engine_not_closed", engine=session.name)
 
     def _shut_down(self) -> None:
         for session in list(self._sessions.values()):
             self._remove(session)
         self._inbox.close(Draining("the server has stopped"))
 
-    def _die(self, error: Exception) -> None:
+    def _die(self, error: BaseException) -> None:
         crash = InternalError(f"the serving loop has died: {type(error).__name__}: {error}")
         self._inbox.close(crash)
         with self._lock:

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from shared.errors import SourceInvalid
+from shared.panics import translated
 
 MAX_EOS_IDS = 64
 
@@ -26,11 +27,8 @@ def token_ids(bos: Any, eos: Any, vocab_size: int) -> tuple[int | None, tuple[in
 
 def read_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
     """The tokenizer in `path`. SourceInvalid when it cannot be read or produces ids the model has no embedding for."""
-    try:
+    with translated(lambda error: SourceInvalid(f"{path.name} is not a tokenizer: {str(error)[:200]}")):
         tokenizer = Tokenizer.from_file(str(path))
-    # The library raises bare Exception for every malformed file.
-    except Exception as error:
-        raise SourceInvalid(f"{path.name} is not a tokenizer: {str(error)[:200]}") from error
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     if largest >= vocab_size:
         raise SourceInvalid(f"config and tokenizer disagree: vocab_size is {vocab_size}, the tokenizer has an id {largest}")

@@ -5,8 +5,9 @@
     3  move     bytes, in place; shared pages that would be written are copied first, or no longer offered to requests to come
     4  commit   lengths, table and page release of the whole cohort
 
-Steps 1 to 3 change no mapping. If one raises, every sequence still has the pages and lengths it had; from step 3 on its bytes are
-undefined, so the caller gives the cohort up or has it recomputed.
+Steps 1 to 3 change no mapping. If one fails, every sequence still has the pages and lengths it had, and RoundFailed names those
+that cannot go on: in steps 1 and 2 the one whose keys are no numbers, or whose policy raises; from step 3 on, where bytes are
+undefined, the cohort. The others may have their round without them.
 
 On a GPU moves are launched, not awaited, and an event is recorded behind them. The commit is in stream order: whatever is launched
 by the new lengths and tables runs behind the event. Pages that come free, in this round or because a sequence of it is preempted
@@ -16,8 +17,8 @@ or cancelled while the moves run, change hands only when the event has passed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +52,22 @@ class _Cache:
     copies: PageCopies
 
 
+class RoundFailed(Exception):
+    """`sequences` of the cohort cannot go on; the message says why."""
+
+    def __init__(self, sequences: Sequence[KVSequence], cause: Exception) -> None:
+        super().__init__(f"a compaction round failed: {type(cause).__name__}: {cause}")
+        self.sequences = tuple(sequences)
+
+
+@contextmanager
+def _at_the_cost_of(sequences: Sequence[KVSequence]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever a policy or a mover raises costs those it worked for, and nobody else
+        raise RoundFailed(sequences, error) from error
+
+
 class Compactor:
     """Rounds on one pool, and on the pool of its draft if there is one. `evidence` sums over the target's rounds."""
 
@@ -82,7 +99,10 @@ class Compactor:
             self._executor.prepare(params.mode, self._policies[params.policy].rows, params.budget)
 
     def run(self, cohort: Sequence[KVSequence]) -> bool:
-        """Run one round. False, with no mapping changed, when no page is free for a copy of what other sequences hold too."""
+        """Run one round. False, with no mapping changed, when no page is free for a copy of what other sequences hold too.
+
+        RoundFailed, see above.
+        """
         started = self._clock()
         plans = self._plan(cohort)
         plans[0] = self._afford_copies(plans[0])
@@ -94,33 +114,42 @@ class Compactor:
                     return False
                 undo.callback(cache.allocator.release, pages)
                 copies.append(pages)
-            plans = self._move(plans, copies)
+            with _at_the_cost_of(cohort):
+                plans = self._move(plans, copies)
             undo.pop_all()
-        self._commit(cohort, plans, (self._clock() - started) / len(cohort))
+        with _at_the_cost_of(cohort):
+            self._commit(cohort, plans, (self._clock() - started) / len(cohort))
         return True
 
-    def _decide(self, cohort: Sequence[KVSequence]) -> list[KeepDecision]:
-        """All are scored before any score is waited for."""
+    def _score(self, cohort: Sequence[KVSequence]) -> dict[KVSequence, NDArray[np.float32]]:
+        """Of those with something to decide. All are scored before any score is waited for."""
         fresh = [sequence for sequence in cohort if not sequence.is_replaying]
-        scored = [self._policy(sequence).score(KVView(sequence, self._pool)) for sequence in fresh]
-        scores = dict(zip(fresh, _on_host(scored), strict=True))
-        return [
-            keep_best(scores[sequence], sequence.positions, params.budget, params.sinks, self._policy(sequence).rows)
-            if sequence in scores
-            else KeepDecision(sequence.physical_len, sequence.remembered_round(), self._policy(sequence).rows)
-            for sequence, params in zip(cohort, map(_params, cohort), strict=True)
-        ]
+        scored = []
+        for sequence in fresh:
+            with _at_the_cost_of([sequence]):
+                scored.append(self._policy(sequence).score(KVView(sequence, self._pool)))
+        with _at_the_cost_of(fresh):
+            return dict(zip(fresh, _on_host(scored), strict=True))
+
+    def _decide(self, sequence: KVSequence, scores: Mapping[KVSequence, NDArray[np.float32]]) -> KeepDecision:
+        params, rows = _params(sequence), self._policy(sequence).rows
+        if sequence in scores:
+            return keep_best(scores[sequence], sequence.positions, params.budget, params.sinks, rows)
+        return KeepDecision(sequence.physical_len, sequence.remembered_round(), rows)
 
     def _policy(self, sequence: KVSequence) -> Policy:
         return self._policies[_params(sequence).policy]
 
     def _plan(self, cohort: Sequence[KVSequence]) -> list[list[CompactionPlan]]:
         """A list of plans for each cache."""
-        modes = [_params(sequence).mode for sequence in cohort]
-        decisions = list(zip(cohort, self._decide(cohort), modes, strict=True))
-        plans = [[self._target_plan(*decided) for decided in decisions]]
-        if self._draft is not None:
-            plans.append([self._draft.plan(*decided) for decided in decisions])
+        scores = self._score(cohort)
+        plans: list[list[CompactionPlan]] = [[] for _ in self._caches]
+        for sequence in cohort:
+            with _at_the_cost_of([sequence]):
+                decided = (sequence, self._decide(sequence, scores), _params(sequence).mode)
+                plans[0].append(self._target_plan(*decided))
+                if self._draft is not None:
+                    plans[1].append(self._draft.plan(*decided))
         return plans
 
     def _target_plan(self, sequence: KVSequence, decision: KeepDecision, mode: Mode) -> CompactionPlan:

@@ -88,8 +88,9 @@ class PageAllocator:
         while self._num_blank < count:
             self._blank_out(self._prefixes.evict())
         while self._held_back and (len(self._blank) < count or self._held_back[0][0].passed()):
-            fence, pages = self._held_back.popleft()
-            fence.wait()
+            fence, pages = self._held_back[0]
+            fence.wait()  # a device that fails here takes no page along
+            self._held_back.popleft()
             self._blank += pages
         pages = [self._blank.pop() for _ in range(count)]
         for page in pages:

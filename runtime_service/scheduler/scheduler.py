@@ -118,11 +118,11 @@ class Scheduler:
                 return
             self.waiting.discard(head)
             head.start()
+            self._add_running(head)  # before anything that may fail: it is always in one place, where it can be ended
             self._resume(head, found)
             pages = self._allocator.try_allocate(needed - len(found))
             assert pages is not None, (needed, found, self._allocator.num_free)
             head.hold(pages)
-            self._add_running(head)
 
     def _resume(self, sequence: Sequence, found: list[PageId]) -> None:
         """Go on from `found`, and give up what the sequence held in their place."""

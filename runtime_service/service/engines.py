@@ -30,6 +30,7 @@ from shared.artifacts.store import ArtifactHandle, ArtifactStore
 from shared.errors import ArtifactCorrupt, FieldOutOfRange, InUse, ModelNotFound, QuireError, Starting, Unavailable
 from shared.ids import ArtifactId
 from shared.manifest import EngineManifest
+from shared.panics import translated
 from shared.profiles import Phase
 
 STORE_RETRY_S = 1.0
@@ -264,10 +265,8 @@ def _model_of(artifact: ArtifactHandle) -> ArtifactId:
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """A model's tokenizer as it encodes and decodes text whole: neither truncated nor padded. ArtifactCorrupt."""
-    try:
+    with translated(lambda error: ArtifactCorrupt(f"{path.name} must be a tokenizer of the tokenizers library; {error}")):
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise ArtifactCorrupt(f"{path.name} must be a tokenizer of the tokenizers library; {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

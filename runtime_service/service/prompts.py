@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from shared.errors import FieldOutOfRange
+from shared.panics import translated
 from shared.pb.quire.v1 import inference_pb2
 
 
@@ -48,17 +49,19 @@ class PromptEncoder:
                 raise FieldOutOfRange("a request needs a prompt: text or token_ids; got neither", field="prompt")
 
     def _tokenise(self, text: str) -> tuple[int, ...]:
-        try:
+        with translated(_not_encoded):
             # The batch call gives the interpreter lock back while it works and skips offsets nobody needs.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        except Exception as error:  # tokenizers raises nothing narrower
-            raise FieldOutOfRange(f"text must be what this model's tokenizer can encode; it says: {error}", field="text") from error
         ids = tuple(encoding.ids)
         return ids if ids[: len(self._start_ids)] == self._start_ids else self._start_ids + ids
 
     def _check_length(self, field: str, length: int) -> None:
         if length > self._limits.max_tokens:
             raise _too_long(field, f"{self._limits.max_tokens} tokens", length)
+
+
+def _not_encoded(error: BaseException) -> FieldOutOfRange:
+    return FieldOutOfRange(f"text must be what this model's tokenizer can encode; it says: {error}", field="text")
 
 
 def _too_long(field: str, limit: str, got: int) -> FieldOutOfRange:

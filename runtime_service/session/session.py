@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from runtime_service.compaction.draft import DraftCache
 from runtime_service.compaction.lifecycle import Lifecycles
 from runtime_service.compaction.registry import POLICIES, check_policy
-from runtime_service.compaction.round import Compactor
+from runtime_service.compaction.round import Compactor, RoundFailed
 from runtime_service.compaction.trigger import due
 from runtime_service.core.batch import PressureRound, ScheduledBatch
 from runtime_service.core.request import GenerationRequest
@@ -127,10 +127,15 @@ class EngineSession:
         generation.fail(error)
 
     def end_running(self, error: QuireError) -> None:
-        """A step failed, and with it what took part in it; what only waits is not touched. All of it, if nothing runs."""
-        self.allocator.withdraw_all()  # what was launched before may have failed as well
-        running = {self._samples[sequence].generation: None for sequence in self.scheduler.running}
-        for generation in list(running or self.generations):
+        """A step failed, and with it what took part in it; what only waits is not touched. All of it, if nothing runs.
+
+        What was launched before may have failed as well: so its tokens are lost, to a sequence that has been preempted since, too.
+        """
+        self.allocator.withdraw_all()
+        flight, self._flight = self._flight, None
+        taking_part = [self._samples[sequence] for sequence in self.scheduler.running] + (flight.samples if flight else [])
+        lost = {chosen.generation: None for chosen in taking_part if chosen.sequence.status is not Status.FINISHED}
+        for generation in list(lost or self.generations):
             self.end(generation, error)
 
     def shut(self) -> None:
@@ -156,10 +161,10 @@ class EngineSession:
         now = self._clock()
         for generation in list(self.generations):
             if generation.cancel_requested:
-                generation.cancel()
-                self.statistics.requests_cancelled += 1
-                self._close(generation)
-                generation.complete(now)
+                if self._said(generation, generation.cancel):
+                    self.statistics.requests_cancelled += 1
+                    self._close(generation)
+                    generation.complete(now)
             elif generation.stream.closed:  # the reader has left or stalled; nobody is there to be told
                 self.statistics.requests_cancelled += 1
                 self._close(generation)
@@ -207,7 +212,7 @@ class EngineSession:
 
     def _land(self) -> bool:
         """Pass on what comes of the step in flight. False if there is none."""
-        flight, self._flight = self._flight, None
+        flight = self._flight
         if flight is None:
             return False
         for chosen, token in zip(flight.samples, flight.land(), strict=True):
@@ -217,6 +222,7 @@ class EngineSession:
                 self.end(chosen.generation, token)
             else:
                 self._push(chosen, token)
+        self._flight = None
         return True
 
     def _fork(self, parent: Sample) -> list[Sample]:
@@ -236,10 +242,7 @@ class EngineSession:
     def _push(self, chosen: Sample, token: SampledToken) -> None:
         generation, now = chosen.generation, self._clock()
         is_first = generation.times.first_token is None
-        try:
-            generation.push(chosen, token, now)
-        except InternalError as error:
-            self.end(generation, error)
+        if not self._said(generation, lambda: generation.push(chosen, token, now)):
             return
         self.statistics.note_token(chosen, now, is_first=is_first)
         if chosen.finished is not None:
@@ -249,12 +252,32 @@ class EngineSession:
             self._close(generation)
             generation.complete(self._clock())
 
+    def _said(self, generation: Generation, say: Callable[[], None]) -> bool:
+        """Whether `say` could make its output; what is raised over one request's text ends that request, never its neighbours."""
+        try:
+            say()
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            _log.exception("output_failed", engine=self.name)
+            unnamed = InternalError(f"engine {self.name} could not make the output: {type(error).__name__}: {error}")
+            self.end(generation, error if isinstance(error, InternalError) else unnamed)
+            return False
+        return True
+
     def _compact(self, cohort: list[Sequence]) -> None:
-        """Where no page is free for a copy, the lowest in rank gives its own up; whoever is left at last shares with nobody."""
-        while cohort and not self.compactor.run(cohort):
-            victim = self.scheduler.running[-1]
-            self.scheduler.preempt(victim)
-            cohort = [sequence for sequence in cohort if sequence is not victim]
+        """Where no page is free for a copy, the lowest in rank gives its own up; whoever is left at last shares with nobody.
+
+        A round that fails ends those it failed for.
+        """
+        while cohort:
+            try:
+                if self.compactor.run(cohort):
+                    return
+                self.scheduler.preempt(self.scheduler.running[-1])
+            except RoundFailed as failure:
+                _log.exception("round_failed", engine=self.name)
+                for generation in {self._samples[sequence].generation: None for sequence in failure.sequences}:
+                    self.end(generation, InternalError(f"engine {self.name}: {failure}"))
+            cohort = [sequence for sequence in cohort if sequence.status is Status.RUNNING]
 
     def _close(self, generation: Generation) -> None:
         """The one way out for every request. The last event follows it: who has read that may use the pages and the id again."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
 from runtime_service.streaming.events import Event, Failure, Usage
 from shared.errors import ReaderStalled
@@ -83,9 +84,8 @@ class TokenStream:
         reader, self._reader = self._reader, None
         if reader is None:
             return
-        loop = reader.get_loop()
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(_resolve, reader)
+        with suppress(RuntimeError):  # its event loop is closed: nobody reads any more
+            reader.get_loop().call_soon_threadsafe(_resolve, reader)
 
     def __aiter__(self) -> AsyncIterator[Event]:
         return self

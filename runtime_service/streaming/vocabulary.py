@@ -19,6 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from shared.errors import InternalError, UnsupportedModel
+from shared.panics import translated
 
 _TEXT_DECODERS = {"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -52,7 +53,7 @@ class Vocabulary:
     def piece(self, token_id: int, *, first: bool) -> bytes | None:
         """Bytes of a token; None if no text comes of its id (special tokens, holes).
 
-        `first` if no token with text came before it. InternalError if the id is outside `0..size`.
+        `first` if no token with text came before it. InternalError if the id is outside `0..size`, or the tokenizer fails over it.
         """
         key = (token_id, first)
         if key not in self._pieces:
@@ -77,7 +78,8 @@ class Vocabulary:
         return self._decode(self._anchor, token_id)[len(self._decode(self._anchor)) :].encode()
 
     def _decode(self, *token_ids: int) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        with translated(lambda error: InternalError(f"the tokenizer cannot decode token ids {token_ids}: {error}")):
+            return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _find_anchor(self) -> int:
         """Any token with visible text: behind it, another token reads as it does in mid-text."""

@@ -13,6 +13,7 @@ from grpc_status import rpc_status
 
 from shared.errors import FieldOutOfRange, InternalError, QuireError
 from shared.ids import new_id
+from shared.panics import NOT_ERRORS
 from shared.rpc.status import to_status
 
 _OURS = "/quire.v1."
@@ -76,7 +77,9 @@ def _guard_unary(call: Unary, parse: Callable[[bytes], Any], report: Report) -> 
         started = time.monotonic()
         try:
             response = await call(parse(data), context)
-        except Exception as error:  # noqa: BLE001 - the boundary: whatever it is becomes a status
+        except NOT_ERRORS:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the boundary: whatever it is, a library's panic too, becomes a status
             await _abort(error, context, started, report)
         report(started, "OK")
         return response
@@ -99,14 +102,16 @@ def _guard_stream(call: Streaming, parse: Callable[[bytes], Any], report: Report
         try:
             async for response in call(parse(data), context):
                 yield response
-        except Exception as error:  # noqa: BLE001 - the boundary: whatever it is becomes a status
+        except NOT_ERRORS:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the boundary: whatever it is, a library's panic too, becomes a status
             await _abort(error, context, started, report_once)
         report_once(started, "OK")
 
     return guarded
 
 
-async def _abort(error: Exception, context: grpc.aio.ServicerContext, started: float, report: Report) -> NoReturn:
+async def _abort(error: BaseException, context: grpc.aio.ServicerContext, started: float, report: Report) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     known = error if isinstance(error, QuireError) else internal_error(error)

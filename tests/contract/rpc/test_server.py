@@ -13,12 +13,19 @@ from shared.rpc import server as servers
 from shared.rpc.status import from_rpc_error
 
 
+class Panic(BaseException):
+    """What a library written in Rust raises where it panics."""
+
+
 class Controls(control_pb2_grpc.ControlServicer):
     async def GetLoad(self, request, context):
         raise errors.KVExhausted("12 pages wanted, 3 free", retry_after_s=3)
 
     async def ListEngines(self, request, context):
         raise ZeroDivisionError("a secret of the host")
+
+    async def Drain(self, request, context):
+        raise Panic("a secret of the host")
 
     async def GetServerInfo(self, request, context):
         return control_pb2.GetServerInfoResponse(version=dict(context.invocation_metadata()).get("authorization", ""))
@@ -27,7 +34,7 @@ class Controls(control_pb2_grpc.ControlServicer):
 class Inferences(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, request, context):
         yield inference_pb2.GenerateResponse(accepted=inference_pb2.Accepted(prompt_tokens=1))
-        raise errors.Draining("going down")
+        raise Panic("a secret of the host") if request.engine == "panics" else errors.Draining("going down")
 
 
 @pytest.fixture
@@ -51,6 +58,19 @@ async def test_typed_and_untyped_errors_become_statuses(address):
         assert caught.value.code() is grpc.StatusCode.INTERNAL
         assert "secret" not in caught.value.details()
         assert from_rpc_error(caught.value).details["incident"] in caught.value.details()
+
+
+async def test_a_panic_is_a_status_and_not_a_call_without_an_end(address):
+    async with grpc.aio.insecure_channel(address[0]) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as unary:
+            await control_pb2_grpc.ControlStub(channel).Drain(control_pb2.DrainRequest(), timeout=20)
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest(engine="panics"), timeout=20)
+        assert (await call.read()).accepted.prompt_tokens == 1
+        with pytest.raises(grpc.aio.AioRpcError) as stream:
+            await call.read()
+        for caught in (unary, stream):
+            assert caught.value.code() is grpc.StatusCode.INTERNAL
+            assert "secret" not in caught.value.details()
 
 
 @pytest.mark.parametrize("garbage", [b"\x0a\x02\xff\xfe", b"\xff\xff\xff", b"\x0a\x7f"], ids=["bad UTF-8", "no tag", "truncated"])

@@ -229,6 +229,17 @@ async def test_an_unloaded_engine_is_gone(served):
     assert tokens_of(await served.events(generate(PROMPT))) == EXPECTED
 
 
+async def test_an_engine_that_cannot_be_closed_leaves_its_name_free(served, monkeypatch):
+    def close():
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(served.loader.engines[0], "close", close)
+    await served.control.UnloadEngine(pb.UnloadEngineRequest(name="tiny"))
+    assert await listed(served) == []
+    await served.load()
+    assert tokens_of(await served.events(generate(PROMPT))) == EXPECTED
+
+
 async def test_unloading_returns_the_memory_of_the_pool_to_the_system(served):
     """Again and again: 64 MiB of pages, all of them written, beside an engine that stays."""
     held = []

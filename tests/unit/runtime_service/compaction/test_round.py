@@ -11,6 +11,7 @@ import torch
 from runtime_service.compaction import round as round_module
 from runtime_service.compaction.executor import RoundExecutor
 from runtime_service.compaction.plan import CompactionPlan, plan_round
+from runtime_service.compaction.round import RoundFailed
 from runtime_service.core.evidence import CompactionEvidence
 from runtime_service.kv.page_table import PageTable
 from shared.ids import Ordinal
@@ -134,7 +135,7 @@ def test_a_move_that_fails_leaves_every_mapping_as_it_was(monkeypatch: pytest.Mo
         raise RuntimeError("device lost")
 
     monkeypatch.setattr(RoundExecutor, "execute", fail)
-    with pytest.raises(RuntimeError, match="device lost"):
+    with pytest.raises(RoundFailed, match="device lost"):
         memory.compactor.run(cohort)
     assert [(s.pages, s.positions.tolist(), s.rounds, memory.allocator.num_free) for s in cohort] == before
     assert all(s.evidence == CompactionEvidence() for s in cohort)
@@ -152,7 +153,7 @@ def test_a_plan_outside_the_movers_contract_moves_nothing(monkeypatch: pytest.Mo
         return replace(plan, order=plan.order[:, ::-1])
 
     monkeypatch.setattr(round_module, "plan_round", lie)
-    with pytest.raises(ValueError, match="ordered: what moves must be what is kept"):
+    with pytest.raises(RoundFailed, match="ordered: what moves must be what is kept"):
         memory.compactor.run([sequence])
     assert all(torch.equal(memory.pool.by_page(layer), old) for layer, old in enumerate(before))
     assert (sequence.physical_len, memory.allocator.num_used) == (11, 3)

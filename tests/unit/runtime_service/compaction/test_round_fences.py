@@ -8,6 +8,7 @@ import pytest
 
 from runtime_service.compaction.executor import RoundExecutor
 from runtime_service.compaction.plan import CompactionPlan
+from runtime_service.compaction.round import RoundFailed
 from tests.support.fences import Gate
 from tests.support.round_memory import Memory
 
@@ -43,7 +44,7 @@ def test_copies_of_a_round_that_failed_are_held_back_as_well(monkeypatch: pytest
         raise RuntimeError("device lost")
 
     monkeypatch.setattr(RoundExecutor, "execute", fail)
-    with pytest.raises(RuntimeError, match="device lost"):
+    with pytest.raises(RoundFailed, match="device lost"):
         memory.compactor.run([fork])
     assert (memory.allocator.num_free, gate.waits) == (2, 0)
     memory.allocator.try_allocate(2)

@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
 from runtime_service.service.prompts import PromptEncoder, PromptLimits
@@ -37,6 +37,15 @@ def encode(executor):
 def test_text_a_tokenizer_has_no_tokens_for_is_refused(encode):
     with pytest.raises(FieldOutOfRange, match="can encode") as error:
         encode(GenerateRequest(text="unheard"), Tokenizer(WordLevel({"word": 0}, unk_token="nothing")))
+    assert error.value.field == "text"
+
+
+def test_text_a_tokenizer_panics_over_is_refused(encode):
+    """Its pattern backtracks until the regex library gives up, by a panic: no answer at all would be the caller's to wait for."""
+    tokenizer = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    with pytest.raises(FieldOutOfRange, match="retry-limit") as error:
+        encode(GenerateRequest(text="a" * 40 + "b"), tokenizer)
     assert error.value.field == "text"
 
 
