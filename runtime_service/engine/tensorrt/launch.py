@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from runtime_service.engine.packing import InputLayout
+from runtime_service.engine.tensorrt.api import ExecutionContext, Plan, RuntimeConfig
 from runtime_service.kv.pool import K, KVPool, V
 from shared.bindings import (
     BLOCK_TABLE,
@@ -59,7 +60,7 @@ class Launch:
 
 @dataclass(slots=True)
 class _Captured:
-    context: Any
+    context: ExecutionContext
     graph: torch.cuda.CUDAGraph
 
 
@@ -69,9 +70,9 @@ class _Configs:
     shape, half a second a context otherwise, at which TensorRT points without holding them. It runs general kernels until those
     for the shape are compiled behind; a graph would keep the general ones, so what is `recorded` waits for its own."""
 
-    launched: Any
-    recorded: Any
-    kernels: Any
+    launched: RuntimeConfig
+    recorded: RuntimeConfig
+    kernels: object
 
 
 def input_layout(launch: Launch, manifest: EngineManifest, num_pages: int) -> InputLayout:
@@ -91,7 +92,7 @@ class Launcher:
     EngineIncompatible when a weight or a cache row is not what the plan reads.
     """
 
-    def __init__(self, trt: Any, plan: Any, manifest: EngineManifest, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, trt: ModuleType, plan: Plan, manifest: EngineManifest, weights: Mapping[str, Tensor]) -> None:
         self._plan, self._manifest, self._weights = plan, manifest, weights
         self._is_paged = manifest.cache.layout is Layout.PAGED
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it so
@@ -101,7 +102,7 @@ class Launcher:
         self._scratch = torch.empty(max(1, plan.device_memory_size_v2), dtype=torch.uint8, device="cuda")
         self._copies = {b.name: _rows_like(b, rows) for b in manifest.bindings if b.role is Role.OUTPUT and b.name != LOGITS}
         self._configs = _make_configs(trt, plan)
-        self._contexts: dict[int, Any] = {}
+        self._contexts: dict[int, ExecutionContext] = {}
         self._graphs: OrderedDict[Launch, _Captured] = OrderedDict()
         self._pool: KVPool | None = None
         self._check_weights()
@@ -177,7 +178,7 @@ class Launcher:
         self._graphs.move_to_end(launch)
         return captured
 
-    def _context(self, profile: int, config: Any) -> Any:
+    def _context(self, profile: int, config: RuntimeConfig) -> ExecutionContext:
         context = self._plan.create_execution_context(config)
         if context is None:
             raise InternalError("TensorRT made no execution context; its errors are in the log")
@@ -188,7 +189,7 @@ class Launcher:
         context.set_tensor_address(LOGITS, self._logits.data_ptr())
         return context
 
-    def _bind(self, context: Any, launch: Launch, layout: InputLayout, pool: KVPool) -> None:
+    def _bind(self, context: ExecutionContext, launch: Launch, layout: InputLayout, pool: KVPool) -> None:
         for name, (_, shape) in layout.places.items():
             self._done(context.set_input_shape(name, shape), name)
             context.set_tensor_address(name, layout.view(self._inputs, name).data_ptr())
@@ -206,7 +207,7 @@ class Launcher:
             for kind, half in (("k", K), ("v", V)):
                 yield cache_name(layer, kind), tensor[half, launch.first_slot : launch.first_slot + launch.rows]
 
-    def _bind_cache(self, context: Any, name: str, rows: Tensor) -> None:
+    def _bind_cache(self, context: ExecutionContext, name: str, rows: Tensor) -> None:
         """Input and output at one address, or the output in a copy."""
         self._done(context.set_input_shape(name, tuple(rows.shape)), name)
         self._done(context.set_tensor_address(name, rows.data_ptr()), name)
@@ -214,7 +215,7 @@ class Launcher:
         written = self._copies.get(output, rows)
         self._done(context.set_tensor_address(output, written.data_ptr()), output)
 
-    def _execute(self, context: Any, launch: Launch, pool: KVPool) -> None:
+    def _execute(self, context: ExecutionContext, launch: Launch, pool: KVPool) -> None:
         self._done(context.execute_async_v3(self._stream.cuda_stream), "the launch")
         if self._copies:
             for name, rows in self._slots(launch, pool):
@@ -244,12 +245,12 @@ class Launcher:
             if (row := group.kv_heads * spec.max_len * group.row_bytes) % _ALIGNMENT:
                 raise EngineIncompatible(
                     f"a slot of layer {layer} takes {row} bytes; slots must start at multiples of {_ALIGNMENT}: "
-                    f"compile with another max_len",
+                    "compile with another max_len",
                     details={"field": "cache.max_len", "expected": f"a multiple of {_ALIGNMENT} bytes a slot", "got": str(row)},
                 )
 
 
-def _make_configs(trt: Any, plan: Any) -> _Configs:
+def _make_configs(trt: ModuleType, plan: Plan) -> _Configs:
     kernels = None
     configs = [plan.create_runtime_config() for _ in range(2)]
     for config in configs:
@@ -265,4 +266,4 @@ def _make_configs(trt: Any, plan: Any) -> _Configs:
 
 def _rows_like(binding: BindingSpec, rows: int) -> Tensor:
     """Memory for an output that is the copy of a cache, of `rows` rows."""
-    return torch.empty((rows, *binding.shape[1:]), dtype=getattr(torch, binding.dtype), device="cuda")  # type: ignore[arg-type]
+    return torch.empty((rows, *binding.shape[1:]), dtype=getattr(torch, binding.dtype), device="cuda")  # type: ignore[arg-type]  # only the first axis of a cache is a profile's

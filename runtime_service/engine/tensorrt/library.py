@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any
+from types import ModuleType
 
 from shared.compatibility import Device, Level, compare
 from shared.errors import EngineIncompatible
@@ -26,7 +26,7 @@ def check_host(manifest: EngineManifest) -> None:
         )
 
 
-def load_library(backend: str) -> Any:
+def load_library(backend: str) -> ModuleType:
     """The module of either flavour; both have the same names in them."""
     disable_tf32()
     return importlib.import_module(backend)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
 
+from runtime_service.engine.tensorrt.api import Plan
 from shared.bindings import INPUT_IDS, Role
 from shared.errors import EngineIncompatible
 from shared.manifest import EngineManifest
 from shared.profiles import Range
 
 
-def check_plan(trt: Any, plan: Any, manifest: EngineManifest) -> None:
-    """EngineIncompatible, naming the field, unless bindings, aliases and profiles of `plan` (ICudaEngine) are the manifest's."""
+def check_plan(trt: ModuleType, plan: Plan, manifest: EngineManifest) -> None:
+    """EngineIncompatible, naming the field, unless bindings, aliases and profiles of `plan` are the manifest's."""
     names = [plan.get_tensor_name(index) for index in range(plan.num_io_tensors)]
     _require("bindings", sorted(binding.name for binding in manifest.bindings), sorted(names))
     outputs = [name for name in names if plan.get_tensor_mode(name) == trt.TensorIOMode.OUTPUT]
@@ -38,7 +39,7 @@ def _stated(expected: Sequence[int | None], got: Sequence[int]) -> tuple[int | N
     return tuple(None if wanted is None else size for wanted, size in zip(expected, got, strict=True))
 
 
-def _dtype(trt: Any, dtype: Any) -> str:
+def _dtype(trt: ModuleType, dtype: object) -> str:
     names = {trt.float32: "float32", trt.float16: "float16", trt.bfloat16: "bfloat16", trt.int32: "int32", trt.int64: "int64"}
     return names.get(dtype, str(dtype))
 
