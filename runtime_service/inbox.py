@@ -68,6 +68,7 @@ class Inbox:
             self._commands.get(timeout=timeout_s)()
 
     def close(self, why: QuireError) -> None:
+        """Carry out nothing more. Whoever waits for an answer, or asks from now on, gets `why`."""
         with self._lock:
             self.closed = why
             unanswered, self._unanswered = self._unanswered, set()

@@ -7,6 +7,8 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
+    """What a binding is to the engine. A cache is read, and written in place."""
+
     INPUT = "input"
     OUTPUT = "output"
     WEIGHT = "weight"

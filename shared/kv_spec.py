@@ -32,6 +32,8 @@ class DType(StrEnum):
 
 
 class Layout(StrEnum):
+    """How the pool tensors of a cache lie; see the module's table."""
+
     PAGED = "paged"
     LINEAR = "linear"
 
@@ -124,6 +126,7 @@ class KVCacheSpec:
         return -(-tokens // self.page_size)
 
     def group_of(self, layer: int) -> LayerGroup:
+        """ValueError for a layer that is none of this cache's."""
         for group in self.groups:
             if layer in group.layers:
                 return group

@@ -76,6 +76,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class ModelManifest:
+    """A model component: weights, configuration and tokenizer, which the engines of a model share."""
+
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     schema_version: int
     artifact_id: str
@@ -124,6 +126,7 @@ def canonical_json(value: Any) -> bytes:
 
 
 def encode_manifest(manifest: EngineManifest | ModelManifest) -> bytes:
+    """Canonical JSON: equal manifests give equal bytes."""
     return canonical_json(asdict(manifest))
 
 
@@ -140,8 +143,10 @@ def _decode(kind: type[_M], data: bytes) -> _M:
 
 
 def decode_engine_manifest(data: bytes) -> EngineManifest:
+    """ArtifactCorrupt for bytes that are no engine's manifest, or one of another schema."""
     return _decode(EngineManifest, data)
 
 
 def decode_model_manifest(data: bytes) -> ModelManifest:
+    """ArtifactCorrupt as for `decode_engine_manifest`."""
     return _decode(ModelManifest, data)

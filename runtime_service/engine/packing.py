@@ -25,6 +25,7 @@ class InputLayout:
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]]) -> InputLayout:
+        """Inputs one behind the other in the order of `shapes`, each at a multiple of 256 bytes."""
         places, offset = {}, 0
         for name, shape in shapes.items():
             places[name] = (offset, shape)

@@ -58,6 +58,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def GetCompactionStats(
         self, request: pb.GetCompactionStatsRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetCompactionStatsResponse:
+        """Of the engine that is named, by whatever name it is served; of all where none is."""
         wanted = self._engines.find(request.engine).name if request.engine else None
         loads = [load for load in self._loop.load().engines if wanted in (None, load.name)]
         return pb.GetCompactionStatsResponse(engines=[describe.compaction_stats(load) for load in loads])

@@ -39,6 +39,7 @@ def sampling_params(message: inference_pb2.Sampling) -> SamplingParams:
 
 
 def stop_params(message: inference_pb2.Stopping, max_generated_tokens: int) -> StopParams:
+    """FieldOutOfRange above the server's `max_generated_tokens`; unset, DEFAULT_MAX_TOKENS or as many as there may be."""
     max_tokens = message.max_tokens if message.HasField("max_tokens") else min(DEFAULT_MAX_TOKENS, max_generated_tokens)
     if max_tokens > max_generated_tokens:
         raise FieldOutOfRange(
@@ -83,6 +84,7 @@ def _compaction(message: inference_pb2.CompactionOptions | control_pb2.Compactio
 
 
 def compaction_message(params: CompactionParams) -> control_pb2.CompactionDefaults:
+    """Every field set, defaults too."""
     (mode,) = (wire for wire, mode in _MODES.items() if mode is params.mode)
     return control_pb2.CompactionDefaults(
         name=params.policy, budget=params.budget, interval=params.interval, sinks=params.sinks, mode=mode
@@ -90,6 +92,7 @@ def compaction_message(params: CompactionParams) -> control_pb2.CompactionDefaul
 
 
 def cache_salt(message: inference_pb2.KVOptions) -> str:
+    """FieldOutOfRange above MAX_CACHE_SALT_BYTES."""
     size = len(message.cache_salt.encode())
     if size > MAX_CACHE_SALT_BYTES:
         raise FieldOutOfRange(f"kv.cache_salt must be at most {MAX_CACHE_SALT_BYTES} bytes; got {size}", field="kv.cache_salt")
@@ -97,6 +100,7 @@ def cache_salt(message: inference_pb2.KVOptions) -> str:
 
 
 def priority(message: inference_pb2.GenerateRequest) -> int:
+    """FieldOutOfRange beyond MAX_ABS_PRIORITY on either side of zero."""
     if abs(message.priority) > MAX_ABS_PRIORITY:
         raise FieldOutOfRange(
             f"priority must be {-MAX_ABS_PRIORITY} to {MAX_ABS_PRIORITY}; got {message.priority}", field="priority"
@@ -121,6 +125,7 @@ def grace_seconds(message: Duration, field: str, cap: float) -> float:
 
 
 def response(event: Event) -> inference_pb2.GenerateResponse:
+    """One message of a stream; an error in the stream travels in it, not as the call's status."""
     match event:
         case TokenDelta():
             return inference_pb2.GenerateResponse(delta=_delta(event))

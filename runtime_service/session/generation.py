@@ -70,6 +70,7 @@ class Generation:
         model: ModelFacts,
         now: float,
     ) -> Generation:
+        """`request.sampling.n` samples, each ranked by its turn in `arrivals`; `now` is when it was submitted."""
         generation = cls(request, stream, Times(now))
         end_ids = request.stop.end_ids(model.eos_token_ids)
         for index in range(request.sampling.n):

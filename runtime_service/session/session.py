@@ -96,6 +96,7 @@ class EngineSession:
         check_request(request, self._capacity)
 
     def admit(self, generation: Generation) -> None:
+        """Let a checked request wait for its first step; what its rounds need is allocated here."""
         self.generations[generation] = None
         self.compactor.prepare(generation.request)
         self._samples |= {sample.sequence: sample for sample in generation.samples}
@@ -145,6 +146,7 @@ class EngineSession:
         self._engine.close()
 
     def load(self) -> EngineLoad:
+        """What is going on, and the sums so far: consistent between two steps."""
         waiting = sum(generation.times.started is None for generation in self.generations)
         return self.statistics.read(
             self.name,

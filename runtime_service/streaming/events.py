@@ -10,6 +10,8 @@ from shared.errors import QuireError
 
 
 class FinishReason(StrEnum):
+    """STOP: a stop string, a stop id or the end-of-text token. LENGTH: `max_tokens` are there. CANCELLED: somebody asked for it."""
+
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"

@@ -52,6 +52,7 @@ def explain_command(context: typer.Context, spec: compiler_pb2.CompileSpec) -> N
 
 
 def proof_row(cache: common_pb2.CacheProof) -> tuple[str, ...]:
+    """One cache write in the columns of PROOF_COLUMNS; both verdicts where lowering changed it."""
     run = f"[{cache.start}, +{cache.length}) axis {cache.axis}"
     agree = cache.verdict_before == cache.verdict_after
     verdict = cache.verdict_before if agree else f"{cache.verdict_before} / {cache.verdict_after}"

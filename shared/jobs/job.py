@@ -22,6 +22,8 @@ _CAPS = {"max_runtime_s": 7 * 86400.0, "max_pending_s": 30 * 86400.0, "max_host_
 
 
 class JobState(StrEnum):
+    """The transitions are drawn in shared/jobs/queue.py."""
+
     QUEUED = "queued"
     RUNNING = "running"
     PUBLISHING = "publishing"
