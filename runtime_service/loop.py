@@ -147,7 +147,7 @@ class ServingLoop:
         with self._lock:
             self._check_up()
             if self._find(request.engine) is not session:  # another was loaded under its name meanwhile
-                raise ModelNotFound(f"engine {request.engine} was unloaded while the request was being checked")
+                raise ModelNotFound(f"engine {request.engine} was unloaded while the request was being checked; send it again")
             if request.request_id in self._alive:
                 raise DuplicateRequest(f"request_id {request.request_id} is alive; choose another one")
             waiting = sum(g.request.engine == session.name and g.times.started is None for g in self._alive.values())
@@ -268,7 +268,7 @@ class ServingLoop:
         session = self._sessions.get(name)
         if session is None or name in self._removing:
             loaded = ", ".join(other for other in self._sessions if other not in self._removing) or "none"
-            raise ModelNotFound(f"no engine named {name} is loaded; loaded: {loaded}")
+            raise ModelNotFound(f"no engine named {name} is loaded (loaded: {loaded}); load it or choose one of these")
         return session
 
     def _check_up(self) -> None:

@@ -100,9 +100,11 @@ class CompactionPlan:
     def check(self, is_shared: Callable[[PageId], bool]) -> None:
         """ValueError unless this plan is within the mover's contract: the last look before bytes move."""
         if self.length + self.tail > len(self.pages) * self.page_size:
-            raise ValueError(f"{self.length} + {self.tail} entries on {len(self.pages)} pages of {self.page_size}")
+            raise ValueError(f"{self.length} + {self.tail} entries do not fit on {len(self.pages)} pages of {self.page_size}")
         if self.kept_len + self.tail > self.num_pages_kept * self.page_size:
-            raise ValueError(f"{self.kept_len} + {self.tail} kept entries on {self.num_pages_kept} pages of {self.page_size}")
+            raise ValueError(
+                f"{self.kept_len} + {self.tail} kept entries do not fit on {self.num_pages_kept} pages of {self.page_size}"
+            )
         window = max(self.windows, default=0)
         if self.decision.num_evicted and self.kept_len < window:
             raise ValueError(f"a round that keeps {self.kept_len} entries would cut the sliding window of {window}; keep as many")

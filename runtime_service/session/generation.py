@@ -100,9 +100,11 @@ class Generation:
         """The deadline that has passed, as the error to end with."""
         request, times = self.request, self.times
         if request.run_deadline is not None and now >= request.run_deadline:
-            return RunTimeout(f"the request did not finish within {request.run_deadline - times.submitted:.1f} s")
+            allowed_s = request.run_deadline - times.submitted
+            return RunTimeout(f"the request did not finish within {allowed_s:.1f} s; ask for fewer tokens or a longer run_timeout")
         if times.started is None and request.queue_deadline is not None and now >= request.queue_deadline:
-            return QueueTimeout(f"the request waited {now - times.submitted:.1f} s for its first step and could wait no longer")
+            waited_s = now - times.submitted
+            return QueueTimeout(f"the request waited {waited_s:.1f} s for its first step, as long as it may; try again later")
         return None
 
     def note_pages(self) -> None:

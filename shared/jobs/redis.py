@@ -79,7 +79,7 @@ class RedisQueue(StoredQueue):
         info: dict[str, Any] = await self._client.info()
         version = str(info.get("redis_version"))
         if int(version.partition(".")[0]) < 7:
-            raise StoreUnavailable(f"Redis 7 or newer is needed, this server is {version}")
+            raise StoreUnavailable(f"Redis 7 or newer is needed, this server is {version}; use another one, or a queue in a file")
         policy = info.get("maxmemory_policy")
         if policy != "noeviction":
             raise StoreUnavailable(

@@ -106,7 +106,7 @@ def test_pages_hold_the_tail_of_a_step_in_flight() -> None:
     with_tail = plan(9, [0, 1, 5, 8], tail=3)
     assert with_tail.pages_freed == (9,)
     with_tail.check(nobody)
-    with pytest.raises(ValueError, match=r"11 \+ 2 entries on 3 pages of 4"):
+    with pytest.raises(ValueError, match=r"11 \+ 2 entries do not fit on 3 pages of 4"):
         plan(11, [0, 1], tail=2).check(nobody)
 
 
@@ -145,8 +145,8 @@ LIES = {
     "reversed": ({"order": rows([0, 1, 5, 10, 9])}, "ordered: what moves must be what is kept, once each"),
     "repeated": ({"order": rows([0, 1, 5, 5, 9])}, "must be what is kept, once each"),
     "lost": ({"order": rows([0, 1, 5, 9])}, "must be what is kept, once each"),
-    "unmapped": ({"decision": KeepDecision(13, rows(KEPT))}, r"13 \+ 0 entries on 3 pages of 4"),
-    "cut": ({"num_pages_kept": 1}, r"5 \+ 0 kept entries on 1 pages of 4"),
+    "unmapped": ({"decision": KeepDecision(13, rows(KEPT))}, r"13 \+ 0 entries do not fit on 3 pages of 4"),
+    "cut": ({"num_pages_kept": 1}, r"5 \+ 0 kept entries do not fit on 1 pages of 4"),
     "overtaking": (
         {"mode": HOLES, "order": rows([0, 5, 1, 9, 10])},
         r"filled from beyond the new length 5, got ordinal 1 for ordinal 2",
