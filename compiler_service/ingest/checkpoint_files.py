@@ -74,6 +74,8 @@ def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
         raise SourceInvalid(f"{path.name} must be at most {most_bytes} bytes; it is {path.stat().st_size}")
     try:
         fields = json.loads(path.read_bytes())
+    except OSError as error:
+        raise SourceInvalid(f"{path.name} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
         raise SourceInvalid(f"{path.name} is not JSON: {error}") from error
     if not isinstance(fields, dict):

@@ -55,7 +55,7 @@ def ingest(
                     if isinstance(opened, ProgramModel):
                         opened.require_dtype(dtype)
                     manifest = write_component(opened, dtype, model_id, directory, progress)
-                    check_unchanged(files, before)
+                    check_unchanged(source_files(source), before)  # nor is there a file more by now
                     store.publish(model_id, directory, encode_manifest(manifest))
         else:
             raise StoreUnavailable(f"the model's component {model_id} was removed {_OPEN_ATTEMPTS} times before it could be used")

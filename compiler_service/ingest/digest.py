@@ -4,36 +4,47 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shared.errors import SourceInvalid
+from shared.small_file import replace_file
 
 _BLOCK_BYTES = 1 << 22
 _REMEMBERED = 512
 
 
 def fingerprint(files: Sequence[Path]) -> str:
-    """A text that changes when a file is replaced, touched or resized: path, size, mtime and inode of each. Reads no content.
+    """A text that changes when a file is replaced, touched or rewritten: path, size, mtime, ctime and inode of each. Reads no
+    content. SourceInvalid for a file that is gone, or cannot be asked.
 
+    Nobody can set the time of change: weights of the same size written in place, with the old file's mtime put back, show by it.
     Equal on all hosts that mount one volume at the same path, so that their compilers know each other's sources.
     """
-    stats = [(path, path.stat()) for path in files]
-    return json.dumps([[str(path), s.st_size, s.st_mtime_ns, s.st_ino] for path, s in stats])
+    with _readable():
+        stats = [(path, path.stat()) for path in files]
+    return json.dumps([[str(path), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for path, s in stats])
 
 
 def hash_files(files: Sequence[Path]) -> str:
-    """sha256 in hex over name, size and content of every file, in the given order."""
+    """sha256 in hex over name, size and content of every file, in the given order. SourceInvalid for one that cannot be read."""
     total = hashlib.sha256()
     for path in files:
         content = hashlib.sha256()
-        with path.open("rb") as file:
+        with _readable(), path.open("rb") as file:
             while block := file.read(_BLOCK_BYTES):
                 content.update(block)
         total.update(json.dumps([path.name, content.hexdigest()]).encode())
     return total.hexdigest()
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SourceInvalid(f"the source cannot be read: {error}; is it still being written?") from error
 
 
 class DigestCache:
@@ -61,11 +72,8 @@ class DigestCache:
         return known if isinstance(known, dict) else {}
 
     def _save(self, known: dict[str, str]) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=self._path.name)
-        with os.fdopen(handle, "w") as file:
-            json.dump(dict(list(known.items())[-_REMEMBERED:]), file)
-        Path(name).replace(self._path)
+        with suppress(OSError):  # a full or read-only disk: the next build reads the source once more
+            replace_file(self._path, json.dumps(dict(list(known.items())[-_REMEMBERED:])).encode())
 
 
 def check_unchanged(files: Sequence[Path], before: str) -> None:

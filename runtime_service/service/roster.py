@@ -6,8 +6,6 @@ given up after a few starts instead of keeping the others from being served.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,9 +15,9 @@ import structlog
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from runtime_service.core.load_request import LoadRequest
-from shared.artifacts.files import fsync
 from shared.errors import FieldOutOfRange
 from shared.manifest import canonical_json
+from shared.small_file import replace_file
 
 MAX_ATTEMPTS = 3
 
@@ -57,13 +55,6 @@ class Roster:
     def write(self, entries: Sequence[RosterEntry]) -> None:
         """Replace the file, whole or not at all. A disk that fails is logged: what is loaded goes on being served."""
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self._file.parent, prefix=self._file.name)
-            with os.fdopen(handle, "wb") as file:
-                file.write(canonical_json([asdict(entry) for entry in entries]))
-                file.flush()
-                os.fsync(file.fileno())
-            Path(name).replace(self._file)
-            fsync(self._file.parent)
+            replace_file(self._file, canonical_json([asdict(entry) for entry in entries]))
         except OSError as error:
             _log.error("list of engines not written; after a crash they are not brought back", error=str(error))

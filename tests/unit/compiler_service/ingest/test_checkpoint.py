@@ -269,3 +269,12 @@ def test_token_ids_outside_the_vocabulary(checkpoint, ids):
     edit_json(directory / "generation_config.json", eos_token_id=ids)
     with pytest.raises(SourceInvalid, match="eos_token_id"):
         opened(directory)
+
+
+def test_a_file_that_cannot_be_read_is_the_sources_fault(checkpoint):
+    """As on a disk that fails: this one is a regular file, and reading it an input/output error."""
+    path = checkpoint()
+    (path / "config.json").unlink()
+    (path / "config.json").symlink_to("/proc/self/mem")
+    with pytest.raises(SourceInvalid, match="cannot be read"):
+        open_checkpoint(locate(str(path), None))

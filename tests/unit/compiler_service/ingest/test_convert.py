@@ -143,14 +143,24 @@ def test_a_component_that_is_collected_before_it_is_held_is_made_again(tmp_path,
             run(tmp_path / "m", store, digests)
 
 
-def test_a_source_that_changes_meanwhile_is_not_published(tmp_path, store, digests):
+@pytest.mark.parametrize("change", ["edited", "grown", "shrunk"])
+def test_a_source_that_changes_meanwhile_is_not_published(tmp_path, store, digests, change):
+    """One more file may decide the model too: its digest would stand for what it is not of."""
     write_checkpoint(tmp_path / "hf")
+    generation = tmp_path / "hf" / "generation_config.json"
+    generation.unlink(missing_ok=True)
 
     def touch(fraction, message):
-        if message.startswith("weights"):
+        if not message.startswith("weights"):
+            return
+        if change == "edited":
             edit_json(tmp_path / "hf" / "config.json", note="new")
+        elif change == "grown":
+            generation.write_text('{"eos_token_id": 3}')
+        else:
+            (tmp_path / "hf" / "tokenizer.json").unlink(missing_ok=True)
 
-    with pytest.raises(SourceInvalid, match="changed while it was read"):
+    with pytest.raises(SourceInvalid, match="has no tokenizer.json" if change == "shrunk" else "changed while it was read"):
         run(tmp_path / "hf", store, digests, progress=touch)
     assert store.list() == ()
 

@@ -1,6 +1,7 @@
 """Digests follow content; the cache follows what the file system says."""
 
 import os
+import time
 
 import pytest
 
@@ -52,6 +53,30 @@ def test_a_change_is_noticed(tmp_path, files, change):
     assert (cache.digest(files) == before) == (change == "time")
     with pytest.raises(SourceInvalid):
         check_unchanged(files, mark)
+
+
+def test_other_weights_of_the_same_size_in_the_same_file_are_noticed_whatever_its_time_says(tmp_path, files):
+    """As `cp -p` and `tar` write them."""
+    cache = DigestCache(tmp_path / "cache.json")
+    before, times = cache.digest(files), files[0].stat()
+    time.sleep(0.02)  # longer than a tick of the file system's clock
+    files[0].write_bytes(b"z" * times.st_size)
+    os.utime(files[0], ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert cache.digest(files) == hash_files(files) != before
+
+
+def test_a_file_that_is_gone_is_the_sources_fault(files):
+    mark = fingerprint(files)
+    files[1].unlink()
+    for ask in (fingerprint, hash_files, lambda files: check_unchanged(files, mark)):
+        with pytest.raises(SourceInvalid, match="still being written"):
+            ask(files)
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, files):
+    (tmp_path / "file").write_bytes(b"")
+    cache = DigestCache(tmp_path / "file" / "cache.json")
+    assert cache.digest(files) == hash_files(files)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
