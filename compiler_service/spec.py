@@ -61,7 +61,7 @@ class CompileSpec:
         _require(len(self.profiles.profiles) <= MAX_PROFILES, "profiles", f"at most {MAX_PROFILES}", len(self.profiles.profiles))
         longest = self.profiles.max_query_len
         _require(longest <= self.max_len, "profiles", f"a query length of at most max_len {self.max_len}", longest)
-        _require(bool(self.targets), "targets", "at least one target", self.targets)
+        _require(bool(self.targets), "targets", f"named for {self.backend}, like sm80", "none")
         for target in self.targets:
             _require(bool(_TARGET.fullmatch(target)), "targets", "cpu or smNN", target)
         if self.backend == "inductor" or self.layout is not Layout.LINEAR:

@@ -1,32 +1,51 @@
-"""How the process of a service begins and ends, whichever service it is."""
+"""How a service's process begins and ends: settings are read once, then served; an end is told by one line and an exit code."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_settings import SettingsError
 
 from shared.config import ServiceSettings
-from shared.errors import FieldOutOfRange, QuireError
+from shared.errors import FieldOutOfRange, InvalidInput, QuireError
 from shared.telemetry.log import configure_logging
 
-_Settings = TypeVar("_Settings", bound=ServiceSettings)
+FAILED, BAD_INPUT = 1, 2
+"""Exit codes of a service that ends by itself; the second where it will not serve as long as it is asked to serve like this."""
+
+Settings = TypeVar("Settings", bound=ServiceSettings)
 
 
-def run_service(
-    name: str, read_settings: Callable[[], _Settings], serve: Callable[[_Settings], Coroutine[object, object, None]]
-) -> None:
-    """Read the settings, log as `name`, serve until told to stop.
-
-    Bad settings, and an error of ours that ends `serve`, end the process with a message and exit code 1.
-    """
+def run_service(name: str, settings_type: type[Settings], serve: Callable[[Settings], Coroutine[Any, Any, None]]) -> None:
+    """Serve until told to stop. An error of ours is one line on standard error; logs carry `name`."""
     try:
-        settings = read_settings()
+        settings = read_settings(settings_type)
         configure_logging(name, settings.log_level)
-    except (ValueError, FieldOutOfRange) as error:
-        sys.exit(f"bad settings: {error}")
-    try:
         asyncio.run(serve(settings))
     except QuireError as error:
-        sys.exit(error.message)
+        sys.stderr.write(f"{error.message}\n")
+        sys.exit(BAD_INPUT if isinstance(error, InvalidInput) else FAILED)
+
+
+def read_settings(settings_type: type[Settings]) -> Settings:
+    """The settings of the environment; FieldOutOfRange says by variable what is wrong with them."""
+    try:
+        return settings_type()
+    except ValidationError as error:
+        prefix = settings_type.model_config.get("env_prefix", "")
+        faults = "; ".join(_fault(prefix, fault["loc"], fault["msg"]) for fault in error.errors())
+        raise FieldOutOfRange(f"bad settings: {faults}") from error
+    except (SettingsError, FieldOutOfRange) as error:  # no JSON where a variable holds some; what a field's own class refuses
+        raise FieldOutOfRange(f"bad settings: {error}") from error
+
+
+def _fault(prefix: str, path: tuple[int | str, ...], message: str) -> str:
+    """The variable is the field's, or its alias, which has the prefix of no service; a rule over several fields has none."""
+    first, *rest = path or ("",)
+    words = [str(first) if str(first).isupper() or not path else f"{prefix}{str(first).upper()}", *map(str, rest)]
+    where = ".".join(filter(None, words))
+    return ": ".join(filter(None, (where, message.removeprefix("Value error, "))))

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shared.errors import Unavailable
+from shared.errors import FieldOutOfRange, Unavailable
+from shared.service_main import BAD_INPUT
 
 
 @dataclass(slots=True)
@@ -33,7 +34,8 @@ class ServiceProcess:
         return cls(name, process)
 
     async def ready(self, timeout_s: float) -> None:
-        """Returns once it serves at `address`; Unavailable where it ends or takes too long."""
+        """Returns once it serves at `address`; FieldOutOfRange where it refuses its settings, Unavailable where it ends otherwise
+        or takes too long."""
         assert self.process.stdout is not None
         try:
             line = await asyncio.wait_for(self.process.stdout.readline(), timeout_s)
@@ -41,7 +43,8 @@ class ServiceProcess:
             raise Unavailable(f"the {self.name} was not ready within {timeout_s:.0f} s; its log is above") from None
         if not line:
             code = await self.process.wait()
-            raise Unavailable(f"the {self.name} ended with exit code {code} before it was ready; its log is above")
+            kind = FieldOutOfRange if code == BAD_INPUT else Unavailable
+            raise kind(f"the {self.name} ended with exit code {code} before it was ready; its log is above")
         self.address = str(json.loads(line)["address"])
 
     async def end(self, grace_s: float) -> None:
@@ -57,7 +60,7 @@ class ServiceProcess:
 
 
 async def all_ready(stopped: asyncio.Event, services: Sequence[ServiceProcess], timeout_s: float) -> bool:
-    """Whether every service serves now; False where `stopped` was set before. Unavailable as for `ready`."""
+    """Whether every service serves now; False where `stopped` was set before. Errors as for `ready`."""
     stop = asyncio.create_task(stopped.wait())
     ready = asyncio.gather(*(service.ready(timeout_s) for service in services))
     await asyncio.wait((stop, ready), return_when=asyncio.FIRST_COMPLETED)

@@ -109,7 +109,8 @@ class _Reader:
         count: int = self.number("<Q", what)
         if count > min(most, (len(self.data) - self.at) // at_least_bytes):
             raise SourceInvalid(
-                f"{self.name}: {what[:120]} says {count}; at most {most}, and what the file has room for, can be right"
+                f"{self.name}: {what[:120]} says {count} at offset {self.at}; the file ends at {len(self.data)}, and {most} is the "
+                "most there may be: truncated or corrupt"
             )
         return count
 

@@ -60,7 +60,8 @@ def _tensorrt(backend: common_pb2.Backend.ValueType, *packages: str, needs_gpu: 
     """The datacentre flavour times its kernels on the GPU it builds for; the RTX flavour builds anywhere."""
     toolchain, missing = _versions(packages)
     if missing:
-        return _unavailable(backend, f"{', '.join(missing)} not installed; pip install 'quire[{packages[0]}]'")
+        remedy = f"pip install 'quire[{packages[0]}]' in an environment without the other TensorRT"
+        return _unavailable(backend, f"{', '.join(missing)} not installed; {remedy}")
     if needs_gpu and not _NVIDIA_DRIVER.exists():
         return _unavailable(backend, "no NVIDIA GPU on this host; build for tensorrt_rtx, which needs none")
     return compiler_pb2.BackendCapability(backend=backend, available=True, toolchain=toolchain)

@@ -151,7 +151,7 @@ class CompactionParams:
         _check_between("kv.policy.budget", self.budget, 1, MAX_COMPACTION_BUDGET)
         _check_between("kv.policy.interval", self.interval, 1, MAX_COMPACTION_INTERVAL)
         if not 0 <= self.sinks < self.budget:
-            raise _refuse("kv.policy.sinks", f"0 to {self.budget - 1} (below the budget)", self.sinks)
+            raise _refuse("kv.policy.sinks", f"0 to {self.budget - 1} (below the budget; 4 where none are given)", self.sinks)
 
     def check_policy(self, known: Collection[str]) -> None:
         """FieldOutOfRange if `policy` is not one of `known`."""

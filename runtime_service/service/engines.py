@@ -67,6 +67,17 @@ class LoadedEngine:
     def kv_bytes(self) -> int:
         return self.num_pages * self.manifest.cache.page_bytes
 
+    def differs_from(self, request: LoadRequest) -> str:
+        """What `request` asks for and this engine does not have, in words; empty where it asks for nothing else."""
+        pages = pages_within(request.kv_bytes, self.manifest.cache) if request.kv_bytes is not None else request.num_pages
+        asked = (
+            ("artifact", self.manifest.artifact_id, request.artifact_id),
+            ("num_pages", self.num_pages, self.num_pages if pages is None else pages),
+            ("default_compaction", self.compaction, self.compaction if request.compaction is None else request.compaction),
+            ("prefix_caching", self.request.prefix_caching, self.request.prefix_caching and request.prefix_caching),
+        )
+        return "; ".join(f"{name} {has}, not {wanted}" for name, has, wanted in asked if has != wanted)
+
 
 class Loader(Protocol):
     """EngineLoader, or what a test puts in its place."""
@@ -136,20 +147,17 @@ class Engines:
         raise self._unknown(name)
 
     def load(self, request: LoadRequest) -> LoadedEngine:
-        """Verify, load and serve. The same artifact under the same name is returned as it is.
+        """Verify, load and serve. What is loaded under the name is returned where `request` asks for nothing else.
 
-        InUse for a name that serves another artifact; ArtifactNotFound, ArtifactCorrupt, EngineIncompatible, MemoryExhausted,
+        InUse where it does; ArtifactNotFound, ArtifactCorrupt, EngineIncompatible, MemoryExhausted,
         FieldOutOfRange: nothing is loaded then.
         """
         with self._turn(request.name):
             present = self._loaded.get(request.name)
             if present is None:
                 return self._load(request)
-            if present.manifest.artifact_id != request.artifact_id:
-                raise InUse(
-                    f"{request.name} serves artifact {present.manifest.artifact_id}; unload it first, or load "
-                    f"{request.artifact_id} under another name"
-                )
+            if difference := present.differs_from(request):
+                raise InUse(f"{request.name} serves already with {difference}; unload it first, or load under another name")
             return present
 
     def unload(self, name: str, grace_s: float) -> None:

@@ -35,9 +35,11 @@ def open_store(location: StoreLocation, *, trusted_keys: Sequence[Path] = ()) ->
     scheme, is_url, _ = location.place.partition("://")
     if not is_url:
         return LocalStore(Path(location.place), verifier=verifier)
+    unknown = FieldOutOfRange(f"store must be s3://bucket/prefix or a directory; got {location.place[:200]!r}", field="store")
     if scheme != "s3":
-        raise FieldOutOfRange(f"store must be s3://bucket/prefix or a directory; got {location.place[:200]!r}", field="store")
+        raise unknown
     try:
+        from obstore.exceptions import GenericError
         from obstore.store import S3Store  # an extra: one host needs no bucket
 
         from shared.artifacts.bucket import Bucket
@@ -45,7 +47,10 @@ def open_store(location: StoreLocation, *, trusted_keys: Sequence[Path] = ()) ->
         from shared.artifacts.object import ObjectStore
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"an s3:// store needs the extra 's3' (pip install 'quire[s3]'): {error}") from error
-    bucket = Bucket(S3Store.from_url(location.place, retry_config=_RETRIES))
+    try:
+        bucket = Bucket(S3Store.from_url(location.place, retry_config=_RETRIES))
+    except GenericError as error:
+        raise unknown from error
     return ObjectStore(bucket, HostCache(LocalStore(Path(location.cache)), location.cache_bytes), verifier=verifier)
 
 

@@ -21,7 +21,7 @@ def _spec(
     max_len: Annotated[int, typer.Option(min=1, max=UINT32_MAX, help="most KV entries one sequence holds at once")] = 2048,
     page_size: Annotated[int, typer.Option(min=1, max=UINT32_MAX, help="tokens a page (paged layout)")] = 16,
     profile: Annotated[list[str] | None, typer.Option(help="NAME=BATCHxLENGTH, repeatable, in order")] = None,
-    target: Annotated[str, typer.Option(help="CUDA targets such as sm80,sm89; empty = this host")] = "",
+    target: Annotated[str, typer.Option(help="GPUs to build for, such as sm80,sm89; empty = this host's CPU (inductor)")] = "",
     allow_copying: Annotated[bool, typer.Option(help="copy caches whose writes are not proven, instead of refusing")] = False,
     constant_weights: Annotated[bool, typer.Option(help="TensorRT: hold the weights in the engine, shared with no other")] = False,
 ) -> compiler_pb2.CompileSpec:

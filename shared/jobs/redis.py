@@ -16,7 +16,7 @@ import redis.asyncio
 import structlog
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
-from shared.errors import DuplicateRequest, QueueFull, StoreUnavailable
+from shared.errors import DuplicateRequest, FieldOutOfRange, QueueFull, StoreUnavailable
 from shared.jobs import lifecycle, redis_scripts
 from shared.jobs.job import Job, JobEvent, JobState, decode_event, decode_job, encode
 from shared.jobs.lifecycle import Change
@@ -60,10 +60,14 @@ class RedisQueue(StoredQueue):
         *,
         clock: Callable[[], float] | None = None,
     ) -> RedisQueue:
-        """Open `redis://`, `rediss://` or `unix://`. StoreUnavailable for a server that does not answer or may evict jobs."""
-        pool = redis.asyncio.BlockingConnectionPool.from_url(
-            url, max_connections=CONNECTIONS, timeout=10.0, socket_timeout=10.0, socket_connect_timeout=5.0
-        )
+        """Open `redis://`, `rediss://` or `unix://`. StoreUnavailable for a server that does not answer or may evict jobs,
+        FieldOutOfRange for what is no URL of one."""
+        try:
+            pool = redis.asyncio.BlockingConnectionPool.from_url(
+                url, max_connections=CONNECTIONS, timeout=10.0, socket_timeout=10.0, socket_connect_timeout=5.0
+            )
+        except ValueError as error:  # the URL may hold a password, so no message shows it
+            raise FieldOutOfRange(f"redis_url must be like redis://host:6379/0; {error}", field="redis_url") from error
         client = redis.asyncio.Redis.from_pool(pool)
         queue = cls(client, policy or QueuePolicy(), clock)
         try:

@@ -7,12 +7,14 @@ import sys
 
 import structlog
 
+from shared.errors import FieldOutOfRange
+
 
 def configure_logging(service: str, level: str = "info") -> None:
     """Call once at start. Every line carries time (UTC), level, service and event; bind request_id or job_id where one is known."""
     number = getattr(logging, level.upper(), None)
     if not isinstance(number, int):
-        raise ValueError(f"log level must be debug, info, warning or error; got {level!r}")
+        raise FieldOutOfRange(f"log level must be debug, info, warning or error; got {level!r}", field="log_level")
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

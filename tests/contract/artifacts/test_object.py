@@ -265,9 +265,10 @@ def test_an_s3_url_is_a_bucket(s3_url: str, s3: S3Backend, tmp_path: Path, monke
     assert contents(s3.open()) == FILES
 
 
-def test_other_urls_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(FieldOutOfRange, match="s3://bucket/prefix or a directory; got 'gs://x'"):
-        open_store(StoreLocation("gs://x", str(tmp_path), 0))
+@pytest.mark.parametrize("place", ["gs://x", "s3://", "s3:///x"])
+def test_other_urls_are_refused(tmp_path: Path, place: str) -> None:
+    with pytest.raises(FieldOutOfRange, match=f"s3://bucket/prefix or a directory; got '{place}'"):
+        open_store(StoreLocation(place, str(tmp_path), 0))
 
 
 def test_a_bucket_without_its_extra_is_a_typed_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 import redis
 import structlog.testing
 
-from shared.errors import QueueFull, StoreUnavailable
+from shared.errors import FieldOutOfRange, QueueFull, StoreUnavailable
 from shared.jobs.job import HeartbeatAnswer, JobState
 from shared.jobs.queue import QueuePolicy
 from shared.jobs.redis import CONNECTIONS, RedisQueue
@@ -74,6 +74,12 @@ async def test_a_server_that_may_forget_accepted_jobs_is_warned_of(
 async def test_a_server_that_is_not_there_is_said_to_be() -> None:
     with pytest.raises(StoreUnavailable):
         await RedisQueue.connect("unix:///nowhere/socket")
+
+
+async def test_what_is_no_url_of_a_server_is_refused_and_not_shown() -> None:
+    with pytest.raises(FieldOutOfRange, match="redis_url must be like") as refusal:
+        await RedisQueue.connect("redis://:secret@host:port")
+    assert "secret" not in refusal.value.message
 
 
 async def test_out_of_memory_refuses_new_jobs_and_lets_the_others_end(own_server: RedisServer) -> None:

@@ -72,9 +72,26 @@ async def test_prefix_reuse_is_told_and_can_be_turned_off_and_keeps_to_its_salt(
 
 
 async def test_loading_the_same_again_returns_it(served):
-    engine = await served.load(num_pages=9)
-    assert engine.num_pages == 65, "what is loaded stays as it is"
+    (loaded,) = await listed(served)
+    page_bytes = loaded.kv_bytes // loaded.num_pages
+    for same in ({"num_pages": None}, {"num_pages": 65}, {"kv_bytes": 66 * page_bytes - 1}):
+        assert await served.load(**same) == loaded
     assert len(served.loader.engines) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"num_pages": 9}, "num_pages 65, not 9"),
+        ({"kv_bytes": 1 << 20}, "num_pages 65, not 1024"),
+        ({"prefix_caching": False}, "prefix_caching True, not False"),
+        ({"default_compaction": pb.CompactionDefaults(name="sink_recent", budget=8, interval=4)}, "default_compaction None, not"),
+    ],
+)
+async def test_what_is_loaded_is_not_returned_for_something_else(served, fields, told):
+    before = await listed(served)
+    assert told in (await refused(served.load(**fields), "IN_USE")).message
+    assert await listed(served) == before
 
 
 async def test_the_same_load_asked_for_at_once_happens_once(tmp_path):

@@ -15,7 +15,6 @@ from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from runtime_service.__main__ import main
 from runtime_service.service import probes
 from runtime_service.service.probes import probe
 from runtime_service.session.load import LoadSnapshot
@@ -164,9 +163,3 @@ async def test_the_process_serves_until_sigterm(tmp_path):
     finally:
         if process.returncode is None:
             process.kill()
-
-
-def test_bad_settings_are_named(monkeypatch):
-    monkeypatch.setenv("QUIRE_RUNTIME_MAX_PROMPT_TOKENS", "0")
-    with pytest.raises(SystemExit, match=r"(?s)bad settings.*max_prompt_tokens"):
-        main()

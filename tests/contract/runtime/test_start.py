@@ -8,14 +8,15 @@ import threading
 import grpc
 import pytest
 
-from runtime_service.__main__ import main
+from runtime_service.config import RuntimeSettings
 from runtime_service.service import engines, probes
 from runtime_service.service.roster import MAX_ATTEMPTS
 from shared.artifacts.local import LocalStore
-from shared.errors import ArtifactNotFound, StoreUnavailable
+from shared.errors import ArtifactNotFound, FieldOutOfRange, StoreUnavailable
 from shared.pb.quire.v1 import control_pb2 as pb
 from shared.pb.quire.v1 import inference_pb2, inference_pb2_grpc
 from shared.rpc.status import from_rpc_error
+from shared.service_main import read_settings
 from tests.contract.runtime.conftest import LINEAR_ID, NUM_PAGES, PAGED_ID, Gate, TinyLoader, generate, serve, tokens_of
 from tests.contract.runtime.test_health import NOT_SERVING, SERVING, health, until
 from tests.support.tiny_engine import Oracle
@@ -210,5 +211,5 @@ async def test_a_damaged_list_of_engines_does_not_keep_the_runtime_down(tmp_path
 )
 def test_bad_engines_in_the_settings_are_named(monkeypatch, changes, complaint):
     monkeypatch.setenv("QUIRE_RUNTIME_ENGINES", json.dumps([CHAT | changes]))
-    with pytest.raises(SystemExit, match=f"(?s)bad settings.*{complaint}"):
-        main()
+    with pytest.raises(FieldOutOfRange, match=f"bad settings: .*{complaint}"):
+        read_settings(RuntimeSettings)

@@ -80,7 +80,7 @@ class ControlServicer:
     """Missing associated documentation comment in .proto file."""
 
     def LoadEngine(self, request, context):
-        """Verify, load, probe and serve an engine. Loading what is loaded under the same name returns it.
+        """Verify, load, probe and serve an engine. What is loaded under the name is returned where nothing else is asked for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
