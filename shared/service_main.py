@@ -33,8 +33,9 @@ def run_service(name: str, settings_type: type[Settings], serve: Callable[[Setti
 
 def read_settings(settings_type: type[Settings]) -> Settings:
     """The settings of the environment; FieldOutOfRange says by variable what is wrong with them."""
+    from_environment: Callable[[], Settings] = settings_type  # each service's own class has a default for every field
     try:
-        return settings_type()
+        return from_environment()
     except ValidationError as error:
         prefix = settings_type.model_config.get("env_prefix", "")
         faults = "; ".join(_fault(prefix, fault["loc"], fault["msg"]) for fault in error.errors())
