@@ -1,7 +1,7 @@
 """The artifact store in a directory, safe for several processes of one or more hosts that share the file system.
 
 <root>/<id[:2]>/<id>/{manifest.json, files...}   visible artifacts; a rename from staging makes one visible
-<root>/staging/<name>/                           being written
+<root>/staging/<name>/                           being written, locked by its writer
 <root>/trash/<id>-<name>/                        no longer visible, its bytes not yet removed
 <root>/leases/<id>/<name>                        one file a handle; its mtime is the last heartbeat
 <root>/.lock                                     flock: becoming visible, leasing and becoming invisible exclude each other
@@ -24,12 +24,10 @@ from shared.artifacts.files import check_files, fsync, make_durable, tree_bytes
 from shared.artifacts.lease import Lease
 from shared.artifacts.lease_files import LeaseFiles
 from shared.artifacts.record import MANIFEST_NAME, SIGNATURE_NAME, ManifestHead, is_artifact_id, read_head, seal, unseal
+from shared.artifacts.staging import Staging
 from shared.artifacts.store import UNREADABLE, ArtifactHandle, ArtifactInfo, GCReport, ManifestVerifier, check_unused, not_found
 from shared.errors import ArtifactCorrupt, ArtifactNotFound, StoreUnavailable
 from shared.ids import ArtifactId, check_artifact_id, new_id
-
-STALE_STAGING_S = 24 * 3600.0
-"""A staging directory nothing was written to for this long belongs to a dead writer."""
 
 _log = structlog.get_logger(__name__)
 
@@ -39,24 +37,29 @@ class LocalStore:
 
     def __init__(self, root: Path, *, verifier: ManifestVerifier | None = None, clock: Callable[[], float] = time.time) -> None:
         self._root, self._verifier, self._clock = root.resolve(), verifier, clock
-        self._staging, self._trash = self._root / "staging", self._root / "trash"
+        self._staging, self._trash = Staging(self._root / "staging", clock), self._root / "trash"
         self._leases = LeaseFiles(self._root / "leases", clock)
         with self._disk():
-            for directory in (self._staging, self._trash, self._root / "leases"):
+            for directory in (self._staging.root, self._trash, self._root / "leases"):
                 directory.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
     def stage(self) -> Iterator[Path]:
-        directory = self._staging / new_id()
         with self._disk():
-            directory.mkdir()
+            with self._locked():
+                abandoned = self._staging.abandoned()  # a killed build's weights are large, and its next attempt wants their room
+                for directory in abandoned:
+                    self._hide(directory)
+                staged = self._staging.begin()
+            if abandoned:
+                self._empty_trash()
         try:
-            yield directory
+            yield staged.path
         finally:
-            shutil.rmtree(directory, ignore_errors=True)  # published: already gone; else gc has another go at it
+            staged.end()
 
     def publish(self, artifact_id: str, staged: Path, manifest: bytes) -> bool:
-        if staged.resolve().parent != self._staging:
+        if staged.resolve().parent != self._staging.root:
             raise ValueError(f"only a directory made by stage() of this store can be published; got {staged}")
         final = self._directory(artifact_id)
         head = read_head(manifest, artifact_id=artifact_id)
@@ -246,17 +249,8 @@ class LocalStore:
     # Removing
 
     def _leftovers(self) -> Sequence[Path]:
-        """What dead writers and interrupted hands left: old staging directories, artifacts without a manifest."""
-
-        def is_stale(staged: Path) -> bool:
-            try:
-                newest_s = max(path.lstat().st_mtime for path in (staged, *staged.rglob("*")))
-            except FileNotFoundError:  # its writer is at work
-                return False
-            return newest_s + STALE_STAGING_S < self._clock()
-
-        stale = [path for path in self._staging.iterdir() if is_stale(path)]
-        return stale + [path for path in self._visible() if not (path / MANIFEST_NAME).exists()]
+        """What dead writers and interrupted hands left: staging directories, artifacts without a manifest."""
+        return self._staging.abandoned() + [path for path in self._visible() if not (path / MANIFEST_NAME).exists()]
 
     def _hide(self, directory: Path) -> None:
         directory.rename(self._trash / f"{directory.name}-{new_id()}")

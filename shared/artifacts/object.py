@@ -26,8 +26,8 @@ from shared.artifacts.collection import choose_removals
 from shared.artifacts.files import check_files
 from shared.artifacts.host_cache import HostCache
 from shared.artifacts.lease import LEASE_TTL_S, Lease
-from shared.artifacts.local import STALE_STAGING_S
 from shared.artifacts.record import MANIFEST_NAME, SIGNATURE_NAME, ManifestHead, is_artifact_id, read_head, seal, unseal
+from shared.artifacts.staging import STALE_STAGING_S
 from shared.artifacts.store import UNREADABLE, ArtifactHandle, ArtifactInfo, GCReport, ManifestVerifier, check_unused, not_found
 from shared.errors import ArtifactCorrupt, ArtifactNotFound, InUse, StoreUnavailable
 from shared.ids import ArtifactId, check_artifact_id, new_id

@@ -10,10 +10,10 @@ import pytest
 
 from shared.artifacts import bucket
 from shared.artifacts.host_cache import Content, HostCache
-from shared.artifacts.local import STALE_STAGING_S
 from shared.artifacts.locate import StoreLocation, open_store
 from shared.artifacts.object import ObjectStore
 from shared.artifacts.record import MANIFEST_NAME, ManifestHead
+from shared.artifacts.staging import STALE_STAGING_S
 from shared.artifacts.store import ArtifactInfo
 from shared.errors import ArtifactCorrupt, ArtifactNotFound, BackendUnavailable, FieldOutOfRange, InUse, StoreUnavailable
 from tests.support.artifact_stores import BUCKET, FILES, A, B, S3Backend, contents, publish, s3_environment
