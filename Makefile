@@ -73,7 +73,6 @@ bench-tensorrt: setup ## what TensorRT-RTX builds cost here: SmolLM2, and Llama 
 	$(BIN)/python -m tests.bench.tensorrt_builds
 
 bench-gpu: setup ## an 8B-shaped decoder on this host's GPU: engine, service, rounds, beside the card's bounds and transformers
-	$(BIN)/pip install -q --disable-pip-version-check -e '.[bench]'
 	$(BIN)/python -m tests.bench.gpu
 
 bench-compaction: setup ## the movers beside a copy: on the GPU if there is one, else on the CPU

@@ -10,6 +10,7 @@ import torch
 
 from runtime_service.compaction.plan import CompactionPlan
 from runtime_service.kv.pool import KVPool
+from shared.kernels.compaction import cpu
 from shared.kernels.compaction.inputs import RequestRound, RoundInputs
 from shared.kernels.compaction.layout import CacheLayout
 from shared.kernels.compaction.modes import Mode, RowMode
@@ -32,6 +33,8 @@ class RoundExecutor:
             torch.full((max_sequences, pool.spec.max_pages), _UNMAPPED, dtype=torch.int32, device=pool.device) for pool in pools
         ]
         self._bound: dict[tuple[Mode, RowMode], CompactionParams] = {}
+        if self._pools[0].device.type == "cpu":
+            cpu.load()  # here an engine waits to be loaded; in its first round everybody's streams would
 
     def prepare(self, mode: Mode, rows: RowMode, keep: int) -> CompactionParams:
         """What rounds of this kind that keep up to `keep` entries use: allocated, and compiled, when it is first asked for."""

@@ -27,6 +27,7 @@ from shared.pb.quire.v1 import inference_pb2_grpc
 from tests.bench.machine import write_json
 from tests.e2e.conftest import CACHE, DATA, Quire, greedy_request, start_quire, stop_quire
 from tests.e2e.hf_oracle import load_model
+from tests.support.hf_cache import cache_name
 
 BATCHES = (1, 4, 8)
 PROMPT, NEW = 128, 48
@@ -94,24 +95,22 @@ class Eager:
     @torch.inference_mode()
     def prefill(self, tokens: int) -> float:
         cache = StaticCache(config=self.model.config, max_cache_len=tokens)
+        cached = {cache_name(self.model.forward): cache}
         ids = torch.randint(0, 1000, (1, tokens))
         started = time.perf_counter()
-        self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self.model(input_ids=ids, **cached, use_cache=True, logits_to_keep=1)
         return tokens / (time.perf_counter() - started)
 
     @torch.inference_mode()
     def decode(self, batch: int) -> float:
         cache = StaticCache(config=self.model.config, max_cache_len=PROMPT + NEW)
-        logits = self.model(
-            input_ids=torch.randint(0, 1000, (batch, PROMPT)), past_key_values=cache, use_cache=True, logits_to_keep=1
-        ).logits
+        cached = {cache_name(self.model.forward): cache}
+        logits = self.model(input_ids=torch.randint(0, 1000, (batch, PROMPT)), **cached, use_cache=True, logits_to_keep=1).logits
         started = time.perf_counter()
         for step in range(NEW):
             ids = logits[:, -1].argmax(-1)[:, None]
             position = torch.full((batch, 1), PROMPT + step)
-            logits = self.model(
-                input_ids=ids, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1
-            ).logits
+            logits = self.model(input_ids=ids, position_ids=position, **cached, use_cache=True, logits_to_keep=1).logits
         return batch * NEW / (time.perf_counter() - started)
 
 

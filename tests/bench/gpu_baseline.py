@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, StaticCache
 
 from tests.bench.random_engine import llama_3_8b
+from tests.support.hf_cache import cache_name
 
 WARM_UPS, STEPS = 4, 30
 
@@ -24,12 +25,13 @@ class Baseline:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
         self.model = model.eval().requires_grad_(False)
+        self.cache_name = cache_name(model.forward)
         self.step = torch.compile(self._step, mode="reduce-overhead", dynamic=False)
         self.context, self.device = context, device
         self.caches: dict[int, StaticCache] = {}
 
     def _step(self, ids: torch.Tensor, position: torch.Tensor, cache: StaticCache) -> torch.Tensor:
-        logits = self.model(input_ids=ids, position_ids=position, past_key_values=cache, use_cache=True).logits
+        logits = self.model(input_ids=ids, position_ids=position, **{self.cache_name: cache}, use_cache=True).logits
         return logits[:, -1].argmax(-1, keepdim=True)
 
     @torch.inference_mode()
@@ -38,7 +40,7 @@ class Baseline:
         cache = self.caches.get(batch)
         if cache is None:
             cache = self.caches[batch] = StaticCache(config=self.model.config, max_cache_len=self.context)
-            self.model(torch.zeros(batch, 1, dtype=torch.int64, device=self.device), past_key_values=cache, use_cache=True)
+            self.model(torch.zeros(batch, 1, dtype=torch.int64, device=self.device), **{self.cache_name: cache}, use_cache=True)
         ids = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         position = torch.full((batch, 1), self.context - 1, device=self.device)
         _wait(self.device)

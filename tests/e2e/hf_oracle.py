@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
 
+from tests.support.hf_cache import cache_name
+
 CHUNK = 128
 """Tokens of the engine's prefill profile."""
 
@@ -85,13 +87,13 @@ class Oracle:
     @torch.inference_mode()
     def _greedy(self, prompt: list[int], max_tokens: int, rounds: Rounds | None) -> Result:
         cache, result, position = DynamicCache(config=self.model.config), Result(), 0
-        pending = list(prompt)
+        pending, cached = list(prompt), {cache_name(self.model.forward): cache}
         while True:
             held = cache.get_seq_length()
             size = min(len(pending), CHUNK, rounds.limit - held) if rounds else len(pending)
             ids, pending = pending[:size], pending[size:]
             positions = torch.arange(position, position + size)[None]
-            out = self.model(input_ids=torch.tensor([ids]), position_ids=positions, past_key_values=cache, use_cache=True)
+            out = self.model(input_ids=torch.tensor([ids]), position_ids=positions, **cached, use_cache=True)
             position += size
             if rounds and cache.get_seq_length() >= rounds.limit:
                 self._prune(cache, rounds, result)

@@ -8,6 +8,8 @@ from torch.export import Dim, ExportedProgram, export
 from transformers import PreTrainedModel
 from transformers.cache_utils import StaticCache, StaticLayer
 
+from tests.support.hf_cache import cache_name
+
 
 class StockStep(nn.Module):
     """`model` over its stock static cache, whose tensors are the buffers `key_cache_{i}` and `value_cache_{i}`.
@@ -21,8 +23,9 @@ class StockStep(nn.Module):
         self.model = model
         self.cache = StaticCache(config=model.config, max_cache_len=max_len)
         self.cache.layers = [StaticLayer(max_len) for _ in self.cache.layers]
+        self.cached = {cache_name(model.forward): self.cache}
         with torch.no_grad():
-            model(input_ids=torch.zeros(1, 2, dtype=torch.int64), past_key_values=self.cache, use_cache=True)
+            model(input_ids=torch.zeros(1, 2, dtype=torch.int64), **self.cached, use_cache=True)
         self.num_caches = 0
         for layer in self.cache.layers:
             if layer.is_initialized:
@@ -36,7 +39,7 @@ class StockStep(nn.Module):
         for index, layer in enumerate(layer for layer in self.cache.layers if layer.is_initialized):
             layer.keys, layer.values = getattr(self, f"key_cache_{index}"), getattr(self, f"value_cache_{index}")
             layer.cumulative_length = start.clone()
-        logits: Tensor = self.model(input_ids=input_ids, past_key_values=self.cache, use_cache=True, **given).logits
+        logits: Tensor = self.model(input_ids=input_ids, **self.cached, use_cache=True, **given).logits
         return logits
 
 

@@ -17,9 +17,14 @@ from shared.kernels.compaction.modes import Mode
 _SOURCE = Path(__file__).with_name("cpu.cpp")
 
 
+def load() -> bool:
+    """Whether moves are compiled here. Compiles them on a machine's first use (about 10 s), which may raise BuildFailed."""
+    return load_library("compaction", [_SOURCE]) is not None
+
+
 def bind(groups: tuple[BoundGroup, ...], inputs: RoundInputs, fault_key: torch.Tensor | None) -> Callable[[int], None]:
-    """See `movers.bind`. Compiles on a machine's first use (about 10 s), which may raise BuildFailed."""
-    if load_library("compaction", [_SOURCE]) is None:
+    """See `movers.bind`; errors as for `load`."""
+    if not load():
         return portable.bind(groups, inputs, fault_key)
     launches = tuple(_bind_group(group, inputs) for group in groups)
     return partial(_run, launches, fault_key)

@@ -74,7 +74,6 @@ def test_a_long_generation_is_compared_with_the_dense_one() -> None:
 
 
 def test_plots_are_written_beside_the_figures(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     row = {"ms": 1.0, "tokens_per_s": 10.0, "of_roofline": 0.8}
     figures = {"decode": {"1": row, "8": row}, "dense_pages": [(0.0, 1), (1.0, 2)], "compacted_equal_pages": [(0.0, 1), (1.0, 1)]}
     for plot in (plot_decode, plot_pages):

@@ -15,6 +15,7 @@ from transformers.cache_utils import StaticCache, StaticLayer
 from compiler_service.proof.certificate import ProofReport, prove_program
 from compiler_service.proof.program import CacheDecl
 from shared.errors import WriteNotProven
+from tests.support.hf_cache import cache_name
 
 WINDOW, MAX_LEN, HEADS, HEAD_DIM = 8, 16, 2, 8
 
@@ -39,6 +40,7 @@ class StockStep(nn.Module):
         if full:
             self.cache.layers = [StaticLayer(MAX_LEN)]
         self.cache.early_initialization(1, HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
+        self.cached = {cache_name(self.model.forward): self.cache}
         (layer,) = self.cache.layers
         self.register_buffer("k", layer.keys)
         self.register_buffer("v", layer.values)
@@ -46,7 +48,7 @@ class StockStep(nn.Module):
     def forward(self, input_ids: Tensor, start: Tensor) -> Tensor:
         (layer,) = self.cache.layers
         layer.keys, layer.values, layer.cumulative_length = self.k, self.v, start.clone()
-        return self.model(input_ids=input_ids, past_key_values=self.cache, use_cache=True).logits
+        return self.model(input_ids=input_ids, **self.cached, use_cache=True).logits
 
 
 def _prove(step: StockStep) -> ProofReport:

@@ -10,6 +10,7 @@ import torch
 
 from runtime_service.core.evidence import CompactionEvidence
 from runtime_service.core.params import CompactionParams
+from shared.kernels.compaction import cpu
 from shared.kernels.compaction.modes import Mode, RowMode
 from shared.kv_spec import DType, LayerGroup
 from tests.support.round_memory import COMPACTION, FULL, Memory, both_layouts
@@ -141,3 +142,12 @@ def test_a_budget_larger_than_any_before_is_bound_anew() -> None:
     before = memory.rows(long, 2)
     memory.compactor.run([long])
     assert memory.rows(long, 2) == [before[o] for o in [*range(4), *range(10, 26)]]
+
+
+def test_the_mover_is_compiled_before_the_first_round_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes ten seconds of a machine's first engine, and not of everybody's streams."""
+    loads: list[str] = []
+    load = cpu.load
+    monkeypatch.setattr(cpu, "load", lambda: (loads.append("mover"), load())[1])
+    Memory("paged", groups=ALL_FULL)
+    assert loads == ["mover"]
