@@ -17,7 +17,7 @@ _ATTEMPTS = 4
 
 _log = structlog.get_logger(__name__)
 
-Content = Callable[[ManifestHead, FileEntry], Iterator[bytes]]
+Content = Callable[[FileEntry], Iterator[bytes]]
 """Reads one file of an artifact from the bucket, in chunks."""
 
 
@@ -52,7 +52,7 @@ class HostCache:
         self.store.gc(max_bytes=max(0, self._max_bytes - head.size_bytes))
         with self.store.stage() as staged:
             for entry in head.files:
-                _write(staged / entry.path, content(head, entry))
+                _write(staged / entry.path, content(entry))
             self.store.publish(head.artifact_id, staged, manifest)
 
 

@@ -1,7 +1,7 @@
 """The artifact store in an S3-compatible bucket, shared by any number of hosts; a local store serves as each host's cache.
 
-    <id>/files/<sha256>     content, named by its digest: writers of different bytes never meet
-    <id>/manifest.json      put last and only if absent: makes the artifact visible
+    <id>/files/<place>/<sha256>   content, in a place of each publication's own: writers, and removals, never meet
+    <id>/manifest.json      put last and only if absent: makes the artifact visible; names the place
     <id>/manifest.sig
     <id>/used               Unix time of the latest open
     <id>/leases/<name>      one object a handle: Unix time at which it lapses unless renewed
@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -26,7 +27,8 @@ from shared.artifacts.collection import choose_removals
 from shared.artifacts.files import check_files
 from shared.artifacts.host_cache import HostCache
 from shared.artifacts.lease import LEASE_TTL_S, Lease
-from shared.artifacts.record import MANIFEST_NAME, SIGNATURE_NAME, ManifestHead, is_artifact_id, read_head, seal, unseal
+from shared.artifacts.placement import Placed
+from shared.artifacts.record import MANIFEST_NAME, SIGNATURE_NAME, is_artifact_id
 from shared.artifacts.staging import STALE_STAGING_S
 from shared.artifacts.store import UNREADABLE, ArtifactHandle, ArtifactInfo, GCReport, ManifestVerifier, check_unused, not_found
 from shared.errors import ArtifactCorrupt, ArtifactNotFound, InUse, StoreUnavailable
@@ -54,31 +56,31 @@ class ObjectStore:
 
     def publish(self, artifact_id: str, staged: Path, manifest: bytes) -> bool:
         path = _manifest_path(artifact_id)
-        head = read_head(manifest, artifact_id=artifact_id)
-        check_files(staged, head.files)
+        placed = Placed.anew(manifest, artifact_id)
+        check_files(staged, placed.head.files)
         tag = self._bucket.tag(path)
         if tag is not None and not self._is_damaged(artifact_id):
             return False
-        for entry in head.files:
-            self._bucket.put(_content_path(head, entry), staged / entry.path)
+        for entry in placed.head.files:
+            self._bucket.put(placed.path(entry), staged / entry.path)
         # A writer that loses here leaves content nobody names; a later collection removes it.
-        return self._bucket.create(path, seal(manifest)) if tag is None else self._bucket.replace(path, seal(manifest), tag)
+        return self._bucket.create(path, placed.stored) if tag is None else self._bucket.replace(path, placed.stored, tag)
 
     def open(self, artifact_id: str) -> ArtifactHandle:
         check_artifact_id(artifact_id)
         with ExitStack() as undo:
             undo.callback(self._lease(artifact_id).close)
-            manifest, head = self._trusted_manifest(artifact_id)
-            cached = self._cache.open(manifest, head, self._content)
+            placed = self._trusted(artifact_id)
+            cached = self._cache.open(placed.manifest, placed.head, partial(self._content, placed))
             undo.callback(cached.close)
             self._put_time(f"{artifact_id}/used", self._clock())
-            return ArtifactHandle(head.artifact_id, manifest, cached.paths, undo.pop_all().close)
+            return ArtifactHandle(placed.artifact_id, placed.manifest, cached.paths, undo.pop_all().close)
 
     def verify(self, artifact_id: str) -> None:
-        self._check_files(self._trusted_manifest(artifact_id)[1])
+        self._check_files(self._trusted(artifact_id))
 
     def manifest(self, artifact_id: str) -> bytes:
-        return self._read_manifest(artifact_id)[0]
+        return self._read(artifact_id).manifest
 
     def contains(self, artifact_id: str) -> bool:
         return self._bucket.tag(_manifest_path(artifact_id)) is not None
@@ -122,34 +124,33 @@ class ObjectStore:
 
     # Reading
 
-    def _read_manifest(self, artifact_id: str) -> tuple[bytes, ManifestHead]:
-        sealed = self._bucket.get(_manifest_path(artifact_id))
-        if sealed is None:
+    def _read(self, artifact_id: str) -> Placed:
+        stored = self._bucket.get(_manifest_path(artifact_id))
+        if stored is None:
             raise not_found(artifact_id)
-        manifest = unseal(sealed)
-        return manifest, read_head(manifest, artifact_id=artifact_id)
+        return Placed.read(stored, artifact_id)
 
-    def _trusted_manifest(self, artifact_id: str) -> tuple[bytes, ManifestHead]:
-        manifest, head = self._read_manifest(artifact_id)
+    def _trusted(self, artifact_id: str) -> Placed:
+        placed = self._read(artifact_id)
         if self._verifier is not None:
-            self._verifier(manifest, self._bucket.get(f"{artifact_id}/{SIGNATURE_NAME}"))
-        return manifest, head
+            self._verifier(placed.manifest, self._bucket.get(f"{artifact_id}/{SIGNATURE_NAME}"))
+        return placed
 
-    def _content(self, head: ManifestHead, entry: FileEntry) -> Iterator[bytes]:
-        chunks = self._bucket.stream(_content_path(head, entry))
+    def _content(self, placed: Placed, entry: FileEntry) -> Iterator[bytes]:
+        chunks = self._bucket.stream(placed.path(entry))
         if chunks is None:
-            if not self.contains(head.artifact_id):  # deleted meanwhile
-                raise not_found(head.artifact_id)
+            if not self.contains(placed.artifact_id):  # deleted meanwhile
+                raise not_found(placed.artifact_id)
             raise ArtifactCorrupt(
-                f"file {entry.path} of artifact {head.artifact_id} is missing from the bucket; compile again",
+                f"file {entry.path} of artifact {placed.artifact_id} is missing from the bucket; compile again",
                 details={"file": entry.path, "expected": f"{entry.size} bytes", "got": "no such file"},
             )
         return chunks
 
-    def _check_files(self, head: ManifestHead) -> None:
-        for entry in head.files:
+    def _check_files(self, placed: Placed) -> None:
+        for entry in placed.head.files:
             digest = hashlib.sha256()
-            for chunk in self._content(head, entry):
+            for chunk in self._content(placed, entry):
                 digest.update(chunk)
             if digest.hexdigest() != entry.sha256:
                 raise ArtifactCorrupt(
@@ -159,7 +160,7 @@ class ObjectStore:
 
     def _is_damaged(self, artifact_id: str) -> bool:
         try:
-            self._check_files(self._read_manifest(artifact_id)[1])
+            self._check_files(self._read(artifact_id))
         except ArtifactCorrupt as error:
             _log.warning("a damaged artifact is replaced by the one being published", artifact_id=artifact_id, error=error.message)
             return True
@@ -182,7 +183,7 @@ class ObjectStore:
         if published_s is None:
             return None
         try:
-            head = self._read_manifest(artifact_id)[1]
+            head = self._read(artifact_id).head
             kind, model_id = head.kind, head.model_id
         except ArtifactNotFound:
             return None
@@ -201,8 +202,8 @@ class ObjectStore:
     def _garbage(self, artifact_id: ArtifactId, items: Sequence[Item]) -> Sequence[Item]:
         """Lapsed leases, and what belongs to no manifest and was not written lately."""
         try:
-            head = self._read_manifest(artifact_id)[1]
-            named = {_content_path(head, entry) for entry in head.files}
+            placed = self._read(artifact_id)
+            named = {placed.path(entry) for entry in placed.head.files}
             named |= {f"{artifact_id}/{name}" for name in (MANIFEST_NAME, SIGNATURE_NAME, "used")}
         except ArtifactNotFound:
             named = set()
@@ -261,10 +262,6 @@ class ObjectStore:
 
 def _manifest_path(artifact_id: str) -> str:
     return f"{check_artifact_id(artifact_id)}/{MANIFEST_NAME}"
-
-
-def _content_path(head: ManifestHead, entry: FileEntry) -> str:
-    return f"{head.artifact_id}/files/{entry.sha256}"
 
 
 def _is_lease(item: Item) -> bool:

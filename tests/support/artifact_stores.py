@@ -18,7 +18,8 @@ from shared.artifacts.files import describe_files
 from shared.artifacts.host_cache import HostCache
 from shared.artifacts.local import LocalStore
 from shared.artifacts.object import ObjectStore
-from shared.artifacts.record import MANIFEST_NAME, read_head, unseal
+from shared.artifacts.placement import Placed
+from shared.artifacts.record import MANIFEST_NAME
 from shared.artifacts.store import ArtifactStore, ManifestVerifier
 from shared.manifest import FileEntry, canonical_json
 
@@ -124,9 +125,8 @@ class S3Backend:
     def damage(self, artifact_id: str, name: str, change: Damage) -> None:
         path = f"{artifact_id}/{name}"
         if name != MANIFEST_NAME:
-            head = read_head(unseal(self.read(f"{artifact_id}/{MANIFEST_NAME}")), artifact_id=artifact_id)
-            (sha256,) = (entry.sha256 for entry in head.files if entry.path == name)
-            path = f"{artifact_id}/files/{sha256}"
+            placed = Placed.read(self.read(f"{artifact_id}/{MANIFEST_NAME}"), artifact_id)
+            (path,) = (placed.path(entry) for entry in placed.head.files if entry.path == name)
         changed = change(self.read(path))
         if changed is None:
             self.bucket.delete([path])

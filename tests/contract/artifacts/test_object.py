@@ -70,15 +70,16 @@ def test_two_repairs_of_a_damaged_artifact_leave_one_whole(s3: S3Backend, monkey
 def test_what_a_losing_or_dying_writer_uploaded_is_collected_after_a_day(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(s3.open())
     monkeypatch.setattr(s3.bucket, "tag", lambda _: None)
-    publish(s3.open(), files=FILES | {"engine.bin": b"l" * 5000})
+    lost = FILES | {"engine.bin": b"l" * 5000}
+    publish(s3.open(), files=lost)
     monkeypatch.undo()
-    s3.bucket.put(f"{B}/files/{'0' * 64}", b"d" * 3000)
+    s3.bucket.put(f"{B}/files/{'0' * 32}/{'0' * 64}", b"d" * 3000)
     s3.bucket.put("not-an-artifact/file", b"of somebody else")
     store = s3.open()
     assert store.gc().freed_bytes == 0, "it may be an upload under way"
     s3.clock.advance(STALE_STAGING_S + 60)
     report = store.gc()
-    assert report.freed_bytes == 8000
+    assert report.freed_bytes == 3000 + sum(map(len, lost.values()))
     assert s3.bucket.get("not-an-artifact/file") == b"of somebody else"
     assert contents(s3.open()) == FILES
 
@@ -163,6 +164,23 @@ def test_a_reader_that_comes_between_the_choice_and_the_removal_keeps_its_artifa
         with pytest.raises(InUse, match="meanwhile"):
             collector.delete(A)
     handles[0].close()
+    assert contents(s3.open()) == FILES
+
+
+def test_a_publication_between_the_two_steps_of_a_removal_is_whole(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest is gone, its content listed and about to go: what is published now is not among it."""
+    publish(s3.open())
+    writer, delete, published = s3.open(), s3.bucket.delete, []
+
+    def delete_late(paths: list[str]) -> None:
+        if f"{A}/{MANIFEST_NAME}" not in paths:
+            published.append(publish(writer))
+        delete(paths)
+
+    monkeypatch.setattr(s3.bucket, "delete", delete_late)
+    s3.open().gc(max_bytes=0)
+    monkeypatch.undo()
+    assert published == [True]
     assert contents(s3.open()) == FILES
 
 
