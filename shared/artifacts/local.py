@@ -3,7 +3,7 @@
 <root>/<id[:2]>/<id>/{manifest.json, files...}   visible artifacts; a rename from staging makes one visible
 <root>/staging/<name>/                           being written, locked by its writer
 <root>/trash/<id>-<name>/                        no longer visible, its bytes not yet removed
-<root>/leases/<id>/<name>                        one file a handle; its mtime is the last heartbeat
+<root>/leases/<id>/<name>                        one file a handle, locked by its holder; its mtime is the last heartbeat
 <root>/.lock                                     flock: becoming visible, leasing and becoming invisible exclude each other
 """
 

@@ -1,10 +1,10 @@
 """The artifact store in an S3-compatible bucket, shared by any number of hosts; a local store serves as each host's cache.
 
-    <id>/files/<place>/<sha256>   content, in a place of each publication's own: writers, and removals, never meet
-    <id>/manifest.json      put last and only if absent: makes the artifact visible; names the place
+    <id>/files/<place>/<sha256>    content, in a place of each publication's own: writers, and removals, never meet
+    <id>/manifest.json             put last and only if absent: makes the artifact visible; names the place
     <id>/manifest.sig
-    <id>/used               Unix time of the latest open
-    <id>/leases/<name>      one object a handle: Unix time at which it lapses unless renewed
+    <id>/used                      Unix time of the latest open
+    <id>/leases/<name>             one object a handle: Unix time at which it lapses unless renewed
 
 Opening copies the files into the cache and verifies the copy; a cached artifact is verified again and compared with the bucket's
 manifest. The bucket must support conditional puts (`If-None-Match`, `If-Match`), as S3 does.

@@ -10,12 +10,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from shared.artifacts import local as local_module
 from shared.artifacts.files import make_durable
+from shared.artifacts.lease import LEASE_TTL_S
 from shared.artifacts.local import LocalStore
 from shared.artifacts.locate import StoreLocation, open_store
 from shared.artifacts.object import ObjectStore
@@ -45,15 +48,35 @@ while True:
     print(artifact_id, flush=True)
     number += 1
 """
+HOLDER = """
+import sys, time
+from pathlib import Path
+from shared.artifacts.local import LocalStore
+handle = LocalStore(Path(sys.argv[1])).open(sys.argv[2])
+print("ready", flush=True)
+time.sleep(600)
+"""
 HELD_WRITER = """
 import sys, time
 from pathlib import Path
 from shared.artifacts.local import LocalStore
 with LocalStore(Path(sys.argv[1])).stage() as staged:
     (staged / "weights").write_bytes(bytes(50_000))
-    print("written", flush=True)
+    print("ready", flush=True)
     time.sleep(600)
 """
+
+
+@contextmanager
+def process(script: str, *arguments: str) -> Iterator[None]:
+    """Running `script`, once it has said that it is where it wants to be; killed at the end."""
+    with subprocess.Popen([sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()) as running:
+        try:
+            assert running.stdout is not None
+            assert running.stdout.readline() == "ready\n"
+            yield
+        finally:
+            running.kill()
 
 
 def test_a_link_in_place_of_a_file_or_folder_is_refused(local: LocalBackend, tmp_path: Path) -> None:
@@ -125,6 +148,7 @@ def test_a_writer_killed_at_any_moment_leaves_only_whole_artifacts(local: LocalB
 def test_what_a_dead_writer_left_is_collected_but_not_what_is_being_written(local: LocalBackend) -> None:
     """Whatever the clocks say: a forward step makes nobody dead."""
     store = local.open()
+    (local.root / "staging" / "stray").write_bytes(b"of somebody else")
     with store.stage() as live:
         dead = local.root / "staging" / "dead"
         fill(dead, FILES)
@@ -138,16 +162,11 @@ def test_what_a_dead_writer_left_is_collected_but_not_what_is_being_written(loca
 
 def test_the_next_writer_has_the_room_of_one_that_was_killed(local: LocalBackend) -> None:
     """As a build is by the kernel when memory is short, attempt after attempt: its weights lay there for a day, each time."""
-    command = [sys.executable, "-c", HELD_WRITER, str(local.root)]
-    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
-    assert writer.stdout is not None
-    assert writer.stdout.readline() == "written\n"
     store = local.open()
-    (staged,) = (local.root / "staging").iterdir()
-    with store.stage():
-        assert (staged / "weights").exists(), "its writer is alive"
-    writer.kill()
-    writer.communicate()
+    with process(HELD_WRITER, str(local.root)):
+        (staged,) = (local.root / "staging").iterdir()
+        with store.stage():
+            assert (staged / "weights").exists(), "its writer is alive"
     with store.stage() as next_one:
         assert list((local.root / "staging").iterdir()) == [next_one]
         assert list((local.root / "trash").iterdir()) == []
@@ -263,6 +282,28 @@ def test_an_open_that_fails_at_its_end_holds_nothing(backend: Backend, monkeypat
                 store.open(A)
     assert leases_held() <= before
     assert not store.list()[0].in_use
+
+
+def test_a_lease_is_its_process_s_and_lapses_after_it(local: LocalBackend) -> None:
+    """BR-149: a heartbeat that is late, or a clock set forward, removes nothing from under who lives."""
+    publish(local.open())
+    with process(HOLDER, str(local.root), A):
+        local.clock.advance(3 * LEASE_TTL_S)
+        assert local.open().gc(max_bytes=0).removed == ()
+    assert local.open().gc(max_bytes=0).removed == (A,)
+
+
+def test_a_dead_holder_s_lease_protects_for_its_time(local: LocalBackend) -> None:
+    """Where nothing can be locked, it is all that there is."""
+    publish(local.open())
+    path = local.root / "leases" / A / "lease"
+    path.parent.mkdir()
+    path.touch()
+    os.utime(path, (local.clock(),) * 2)
+    local.clock.advance(LEASE_TTL_S - 5)
+    assert local.open().gc(max_bytes=0).removed == ()
+    local.clock.advance(10)
+    assert local.open().gc(max_bytes=0).removed == (A,)
 
 
 def test_leases_leave_nothing_behind(local: LocalBackend) -> None:
