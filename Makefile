@@ -48,7 +48,7 @@ arch: setup
 	$(BIN)/lint-imports
 
 test: check ## everything CI runs
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests --ignore tests/e2e -m "not gpu and not long" -n 2 --dist loadfile --durations 15
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests --ignore tests/e2e -m "not long" -n 2 --dist loadfile --durations 15
 	$(BIN)/pytest tests/e2e --durations 10
 
 manifests: setup ## render and validate every Kubernetes overlay, and check the rules
