@@ -64,7 +64,9 @@ def check_exposure(address: str, *, on_purpose: bool, field: str) -> None:
     """FieldOutOfRange for an address beyond this machine that nobody has said should be reached."""
     if not on_purpose and not is_loopback(address):
         raise FieldOutOfRange(
-            f"{address} is not a loopback address: give a TLS certificate and key, or allow plaintext explicitly", field=field
+            f"{address} is not a loopback host:port: give a TLS certificate and key (QUIRE_*_TLS_CERTIFICATE, QUIRE_*_TLS_KEY), "
+            "or allow plaintext explicitly (QUIRE_*_ALLOW_PLAINTEXT=true)",
+            field=field,
         )
 
 
