@@ -130,6 +130,16 @@ def overdue(job: Job, now: float, policy: QueuePolicy) -> Change:
     return _another_attempt(job, JobError(reason=BuildFailed.reason, message=message, details=details), now, policy)
 
 
+def rewound(job: Job, now: float, policy: QueuePolicy) -> Change:
+    """A job whose times lie further ahead than any that are set now: the clock was set back since. They are brought in, or nobody
+    could claim the job, nor take it from a worker that is gone, before the clock is where it was."""
+    available_s = min(job.available_s, now + policy.max_retry_delay_s) if job.state is JobState.QUEUED else job.available_s
+    lease_expires_s = None if job.lease_expires_s is None else min(job.lease_expires_s, now + policy.lease_s)
+    if (available_s, lease_expires_s) == (job.available_s, job.lease_expires_s):
+        return Change(job)
+    return Change(replace(job, available_s=available_s, lease_expires_s=lease_expires_s))
+
+
 def _another_attempt(job: Job, error: JobError, now: float, policy: QueuePolicy) -> Change:
     if job.cancel_requested:
         return _ended(job, now, JobState.CANCELLED, "cancelled")

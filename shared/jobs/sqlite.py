@@ -152,7 +152,14 @@ class SQLiteQueue(StoredQueue):
         """Nothing: a transaction covers everything this backend keeps."""
 
     async def _due(self, now: float) -> Sequence[str]:
-        rows = await self._run(lambda: self._db.execute("SELECT job_id FROM jobs WHERE due_s <= ?", (now,)).fetchall())
+        # What lies further ahead than any time that is set now is due as well: the host's clock was set back (lifecycle.rewound).
+        query = (
+            "SELECT job_id FROM jobs WHERE due_s <= :now"
+            " OR state = :queued AND available_s > :now + :delay OR state IN (:running, :publishing) AND due_s > :now + :lease"
+        )
+        times = {"now": now, "delay": self._policy.max_retry_delay_s, "lease": self._policy.lease_s}
+        states = {"queued": JobState.QUEUED, "running": JobState.RUNNING, "publishing": JobState.PUBLISHING}
+        rows = await self._run(lambda: self._db.execute(query, times | states).fetchall())
         return [job_id for (job_id,) in rows]
 
     async def _page(self, states: Collection[JobState], before: int | None, limit: int) -> Sequence[tuple[int, bytes]]:

@@ -66,7 +66,7 @@ class StoredQueue(ABC):
 
     @abstractmethod
     async def _due(self, now: float) -> Sequence[str]:
-        """Ids of jobs whose `due_s` is not after `now`."""
+        """Ids of jobs whose `due_s` is not after `now`, and of those that a clock set back has left behind, if it can tell."""
 
     @abstractmethod
     async def _page(self, states: Collection[JobState], before: int | None, limit: int) -> Sequence[tuple[int, bytes]]:
@@ -204,7 +204,13 @@ class StoredQueue(ABC):
     async def _settle(self, job_id: str) -> tuple[str, ...]:
         """Do what is due for one job; the fields of the report that count it."""
         job, now = await self._load(job_id), await self._now()
-        if job is None or lifecycle.due_s(job, self._policy) > now:
+        if job is None:
+            return ()
+        rewound = lifecycle.rewound(job, now, self._policy)
+        if rewound.job is not job:
+            await self._commit(_next_revision(rewound))
+            return ()
+        if lifecycle.due_s(job, self._policy) > now:
             return ()
         if job.state.is_terminal:
             return ("forgotten",) if await self._forget(job) else ()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from shared.errors import BackendUnavailable, StoreUnavailable
-from shared.jobs.job import JobState
+from shared.jobs.job import HeartbeatAnswer, JobState
 from shared.jobs.locate import open_queue
-from shared.jobs.queue import QueuePolicy
+from shared.jobs.queue import QueuePolicy, ReclaimReport
 from shared.jobs.sqlite import SQLiteQueue
 from tests.support.job_queues import ManualClock, claim, submit, succeed
 
@@ -80,6 +80,28 @@ async def test_a_record_nobody_can_read_does_not_stop_the_others(tmp_path: Path)
     healthy = (await submit(queue, "r-2", "d-2")).job.job_id
     assert (await claim(queue)).job.job_id == healthy
     assert [job.job_id for job in (await queue.list()).jobs] == [healthy]
+    await queue.close()
+
+
+async def test_a_clock_that_is_set_back_keeps_no_job(tmp_path: Path) -> None:
+    """Neither one that waits, nor one whose worker is gone; and takes none from a worker that lives."""
+    clock, policy = ManualClock(), QueuePolicy()
+    queue = SQLiteQueue(tmp_path / "queue.db", policy, clock)
+    for name in ("orphaned", "alive", "waiting"):
+        await submit(queue, name, name)
+    orphaned, alive = await claim(queue, "dead"), await claim(queue, "alive")
+    clock.advance(-86_400)
+    assert await queue.claim("other") is None
+    assert await queue.reclaim() == ReclaimReport()
+    clock.advance(policy.lease_s - 1)
+    assert await queue.heartbeat(alive.token) is HeartbeatAnswer.CONTINUE
+    clock.advance(2)
+    assert await queue.reclaim() == ReclaimReport(lapsed=1)
+    assert (await queue.get(orphaned.job.job_id)).state is JobState.QUEUED
+    clock.advance(policy.max_retry_delay_s)
+    await queue.heartbeat(alive.token)
+    ids = {(await claim(queue, "other")).job.job_id for _ in range(2)}
+    assert ids == {job.job_id for job in (await queue.list()).jobs} - {alive.job.job_id}
     await queue.close()
 
 
