@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 from runtime_service.core.params import CompactionParams, SamplingParams, StopParams
 from runtime_service.core.request import GenerationRequest
@@ -11,10 +13,12 @@ from runtime_service.core.sequence import Sequence as KVSequence
 from runtime_service.loop import ServingLoop
 from runtime_service.streaming.events import Event, Failure, Finished, TokenDelta, Usage
 from runtime_service.streaming.stream import TokenStream
+from shared.errors import QuireError
 from shared.ids import RequestId
 from shared.kernels.compaction.modes import Mode
 from tests.support.tiny_engine import Round, TinyEngine, tiny_tokenizer
 
+SOON_S = 60.0
 _numbers = itertools.count()
 
 
@@ -133,3 +137,28 @@ def run(loop: ServingLoop, most_turns: int = 10_000) -> int:
         if not loop.turn():
             return turn
     raise AssertionError(f"still busy after {most_turns} turns: {loop.load()}")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.002)
+
+
+def in_thread(call: Callable[[], object], loop: ServingLoop) -> object:
+    """Run a blocking call beside a loop whose turns are taken here."""
+    outcome: list[object] = []
+
+    def work() -> None:
+        try:
+            outcome.append(call())
+        except QuireError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while thread.is_alive():
+        loop.turn()
+        thread.join(0.001)
+    return outcome[0]

@@ -23,10 +23,12 @@ from runtime_service.config import RuntimeSettings
 from runtime_service.session.load import EngineLoad
 from shared.artifacts.local import LocalStore
 from shared.artifacts.store import ArtifactHandle
+from shared.errors import QuireError
 from shared.kv_spec import Layout
 from shared.manifest import SCHEMA_VERSION, FileEntry, ModelManifest, decode_engine_manifest, encode_manifest
 from shared.pb.quire.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from shared.pb.quire.v1 import inference_pb2 as pb
+from shared.rpc.status import from_rpc_error
 from shared.telemetry.trace import Tracer, untraced
 from tests.support.tiny_engine import TinyEngine, tiny_tokenizer
 
@@ -174,6 +176,10 @@ def generate(prompt, max_tokens=8, *, engine="tiny", request_id="", sampling=Non
     )
 
 
+def kinds(events) -> list[str]:
+    return [event.WhichOneof("event") for event in events]
+
+
 def tokens_of(events, index=0) -> list[int]:
     deltas = (event.delta for event in events if event.WhichOneof("event") == "delta")
     return [token_id for delta in deltas if delta.index == index for token_id in delta.token_ids]
@@ -187,6 +193,19 @@ def text_of(events, index=0) -> str:
 def finish_of(events, index=0) -> pb.Finished:
     (finished,) = (event.finished for event in events if event.WhichOneof("event") == "finished" and event.finished.index == index)
     return finished
+
+
+async def refused(call, reason, field="") -> QuireError:
+    """The error that `call` fails with, which must have this reason and field."""
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await call
+    error = from_rpc_error(failure.value)
+    assert (error.reason, error.field) == (reason, field), error
+    return error
+
+
+async def listed(served: Served) -> list[control_pb2.Engine]:
+    return list((await served.control.ListEngines(control_pb2.ListEnginesRequest())).engines)
 
 
 @contextlib.asynccontextmanager

@@ -1,13 +1,12 @@
-"""The loop around the sessions: what it admits, how it ends, and that its threads meet safely."""
+"""The loop around the sessions: what it admits, engines that come and go, and that its threads meet safely."""
 
 from __future__ import annotations
 
 import gc
-import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from runtime_service.compaction.round import Compactor
 from runtime_service.core.params import CompactionParams, SamplingParams
 from runtime_service.core.request import GenerationRequest
-from runtime_service.loop import DrainReport, ServingLoop
+from runtime_service.loop import ServingLoop
 from runtime_service.session.session import EngineSession
 from runtime_service.streaming.events import FinishReason
 from shared.errors import (
@@ -29,12 +28,9 @@ from shared.errors import (
     KVExhausted,
     ModelNotFound,
     QueueFull,
-    QuireError,
 )
-from tests.support.serving import RecordingStream, request, run, serving, submit
+from tests.support.serving import SOON_S, RecordingStream, in_thread, request, run, serving, submit, wait_until
 from tests.support.tiny_engine import Oracle, TinyEngine, TinyModel, tiny_tokenizer
-
-SOON_S = 60.0
 
 
 @contextmanager
@@ -44,34 +40,6 @@ def started(loop: ServingLoop) -> Iterator[ServingLoop]:
         yield loop
     finally:
         loop.stop()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.002)
-
-
-def in_thread(call: Callable[[], object], loop: ServingLoop) -> object:
-    """Run a blocking call beside a loop whose turns are taken here."""
-    outcome: list[object] = []
-
-    def work() -> None:
-        try:
-            outcome.append(call())
-        except QuireError as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    while thread.is_alive():
-        loop.turn()
-        thread.join(0.001)
-    return outcome[0]
-
-
-# ---- admission ----
 
 
 @pytest.mark.parametrize(
@@ -119,9 +87,6 @@ def test_the_queue_of_one_engine_is_not_the_queue_of_another() -> None:
     with pytest.raises(QueueFull, match="engine second"):
         submit(loop, request([1], 2, engine="second"))
     run(loop)
-
-
-# ---- engines ----
 
 
 def test_engines_are_served_side_by_side_each_from_its_own_pool() -> None:
@@ -242,122 +207,6 @@ def test_a_request_checked_against_an_engine_that_was_replaced_meanwhile_is_refu
     monkeypatch.setattr(EngineSession, "check", replace_engine)
     with pytest.raises(ModelNotFound, match="while the request was being checked"):
         loop.submit(request([1], 60), RecordingStream())
-
-
-# ---- drain, stop, death ----
-
-
-def test_a_drain_finishes_what_can_finish_and_ends_the_rest_as_retryable() -> None:
-    loop = serving(TinyEngine(), num_pages=40)
-    submit(loop, request([1], 3))
-    assert in_thread(lambda: loop.drain(SOON_S), loop) == DrainReport(finished=1, aborted=0)
-    assert loop.load().draining
-    with pytest.raises(Draining):
-        submit(loop, request([1], 3))
-
-    hurried = serving(TinyEngine(), num_pages=40)
-    streams = submit(hurried, request([1], 60), request([2], 60))
-    assert in_thread(lambda: hurried.drain(0.0), hurried) == DrainReport(finished=0, aborted=2)
-    assert all(isinstance(stream.error, Draining) for stream in streams)
-
-
-def test_drains_at_the_same_time_tell_the_same() -> None:
-    """What one of them has ended as retryable has not reached its own end for the other."""
-    loop = serving(TinyEngine(), num_pages=40)
-    submit(loop, request([1], 60), request([2], 60))
-    reports: list[object] = []
-    patient = threading.Thread(target=lambda: reports.append(loop.drain(SOON_S)))
-    patient.start()
-    while not loop.load().draining:
-        time.sleep(0.001)
-    reports.append(in_thread(lambda: loop.drain(0.0), loop))
-    while patient.is_alive():
-        loop.turn()
-    assert reports == [DrainReport(finished=0, aborted=2)] * 2
-
-
-def test_stop_ends_what_is_alive_closes_engines_and_may_be_called_again() -> None:
-    engine = TinyEngine()
-    loop = serving(engine, num_pages=40)
-    loop.start()
-    (stream,) = submit(loop, request([1], 60))
-    loop.stop()
-    assert stream.is_ended
-    assert engine.closed
-    loop.stop()
-    with pytest.raises(Draining):
-        loop.submit(request([1], 1), RecordingStream())
-    with pytest.raises(Draining):
-        loop.drain(0.0)
-
-
-def test_stop_before_start_ends_what_was_submitted() -> None:
-    loop = serving(TinyEngine(), num_pages=40)
-    (stream,) = submit(loop, request([1], 60))
-    loop.stop()
-    assert isinstance(stream.error, Draining)
-
-
-def test_a_loop_that_dies_says_so_to_every_stream_and_to_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """BR-165."""
-    loop = serving(TinyEngine(), num_pages=40)
-
-    def broken(session: EngineSession) -> None:
-        raise OSError("no memory for a list")
-
-    monkeypatch.setattr(EngineSession, "load", broken)
-    stream = RecordingStream()
-    loop.submit(request([1], 60), stream)
-    loop.start()
-    wait_until(lambda: stream.is_ended)
-    assert isinstance(stream.error, InternalError)
-    assert "OSError: no memory" in stream.error.message
-    assert loop.stalled_for_s() == math.inf
-    with pytest.raises(InternalError, match="has died"):
-        loop.submit(request([1], 1), RecordingStream())
-    with pytest.raises(InternalError, match="has died"):
-        loop.remove_engine("tiny")
-    loop.stop()
-
-
-def test_a_question_to_a_loop_that_dies_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = serving(TinyEngine(), num_pages=40)
-    monkeypatch.setattr(EngineSession, "load", lambda session: 1 / 0)
-    caught: list[Exception] = []
-
-    def ask() -> None:
-        try:
-            loop.drain(0.0)
-        except InternalError as error:
-            caught.append(error)
-
-    loop._inbox.post(lambda: 1 / 0)
-    thread = threading.Thread(target=ask)
-    thread.start()
-    wait_until(lambda: bool(loop._inbox._unanswered))
-    loop.start()
-    thread.join(SOON_S)
-    assert "ZeroDivisionError" in caught[0].message
-
-
-def test_being_stuck_is_seen_with_work_and_being_idle_is_healthy() -> None:
-    """BR-166."""
-    now = [0.0]
-    loop = serving(TinyEngine(), num_pages=40, clock=lambda: now[0])
-    now[0] = 1000.0
-    assert loop.stalled_for_s() == 0.0
-    submit(loop, request([1], 3))
-    assert loop.stalled_for_s() == 0.0
-    now[0] = 1030.0
-    assert loop.stalled_for_s() == 30.0
-    loop.turn()
-    assert loop.stalled_for_s() == 0.0
-    run(loop)
-    now[0] = 2000.0
-    assert loop.stalled_for_s() == 0.0
-
-
-# ---- threads ----
 
 
 def test_the_thread_serves_what_is_submitted_and_sleeps_when_there_is_nothing() -> None:
