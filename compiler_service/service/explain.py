@@ -49,6 +49,8 @@ class Explainer:
             raise RunTimeout(
                 f"the model could not be explained within {self._timeout_s:g} s; it is large, or the host is busy"
             ) from None
+        except OSError as error:
+            raise BuildFailed(f"no process could be started to explain the model: {error}; has the host room left?") from error
 
     async def _answer(self, process: BuildProcess, kind: type[_Answer]) -> _Answer:
         async for message in process.messages():

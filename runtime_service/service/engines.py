@@ -207,6 +207,8 @@ class Engines:
             self._load_at_start(entry.request)
         except QuireError as error:
             _log.error("engine given up", engine=name, reason=error.reason, error=error.message)
+        except Exception:  # noqa: BLE001 - whatever a library raises over its files, the others are served
+            _log.exception("engine given up", engine=name)
         with self._lock:
             if self._stopping.is_set():
                 self._pending[name] = entry

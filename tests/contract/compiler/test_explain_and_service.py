@@ -1,6 +1,7 @@
 """Explanations, health, and that the service itself stays small."""
 
 import asyncio
+import errno
 import json
 import os
 import subprocess
@@ -34,6 +35,17 @@ async def test_an_explanation_lists_every_cache_and_stores_nothing(client):
 async def test_an_explanation_that_fails_is_the_callers_error(client, end, reason, field):
     with refused(reason, field):
         await explain(client, end=end)
+
+
+async def test_an_explanation_that_no_process_can_be_started_for_says_why(client, monkeypatch):
+    def full(path, *arguments, **options):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    spec = client.spec(client.source())
+    monkeypatch.setattr(Path, "mkdir", full)
+    with refused("BUILD_FAILED") as caught:
+        await client.stub.ExplainModel(pb.ExplainModelRequest(spec=spec))
+    assert "no space left" in caught[0].message
 
 
 async def test_an_explanation_takes_no_longer_than_it_may(start):

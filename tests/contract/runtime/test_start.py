@@ -90,6 +90,22 @@ async def test_an_engine_that_is_gone_does_not_keep_the_others_from_being_served
             assert await names(served) == ["two"]
 
 
+async def test_an_engine_whose_loading_fails_by_a_bug_does_not_either(tmp_path):
+    class Broken(TinyLoader):
+        def load(self, engine, model):
+            if engine.artifact_id == PAGED_ID:
+                raise RuntimeError("a library that is not to be read")
+            return super().load(engine, model)
+
+    async with serve(tmp_path) as served:
+        await served.load(name="one")
+        await served.load(LINEAR_ID, name="two", num_pages=3)
+    async with serve(tmp_path, loader=Broken(Gate())) as served:
+        await served.runtime.started()
+        await until(served, "readiness", SERVING)
+        assert await names(served) == ["two"]
+
+
 async def test_the_settings_win_over_what_was_loaded_under_their_name(tmp_path):
     async with serve(tmp_path) as served:
         await served.load(LINEAR_ID, name="chat", num_pages=3)
@@ -167,11 +183,13 @@ async def test_a_load_that_takes_long_keeps_no_drain_waiting(tmp_path):
         assert await ended == "DRAINING"
 
 
-class DeadlyLoader(TinyLoader):
-    """Loading takes the process down, as far as an exception can stand for that."""
+class Death(BaseException):
+    """Of the process, as far as an exception can stand for that."""
 
+
+class DeadlyLoader(TinyLoader):
     def load(self, engine, model):
-        raise RuntimeError("the process dies")
+        raise Death
 
 
 async def test_an_engine_that_takes_the_process_down_is_given_up_after_some_starts(tmp_path):
@@ -180,7 +198,7 @@ async def test_an_engine_that_takes_the_process_down_is_given_up_after_some_star
     roster = tmp_path / "runtime-engines.json"
     for attempt in range(1, MAX_ATTEMPTS + 1):
         async with serve(tmp_path, loader=DeadlyLoader(Gate())) as served:
-            with pytest.raises(RuntimeError):
+            with pytest.raises(Death):
                 await served.runtime.started()
         entries = json.loads(roster.read_bytes())
         assert [entry["attempts"] for entry in entries] == [attempt]
