@@ -103,7 +103,7 @@ def test_settings_that_cannot_be_meant(tmp_path, name, value):
     run = subprocess.run(
         [sys.executable, "-m", "compiler_service"], env=os.environ | environment, capture_output=True, text=True, timeout=60
     )
-    assert run.returncode == 1
+    assert run.returncode == 2
     assert run.stdout == ""
     assert "Traceback" not in run.stderr
 
