@@ -215,7 +215,7 @@ class ServingLoop:
         except Exception as error:  # noqa: BLE001 - what one request cannot be given ends that request, never the loop
             _log.exception("admission_failed", engine=session.name)
             why = f"engine {session.name} could not prepare for the request: {type(error).__name__}: {error}"
-            session.end(generation, InternalError(why))
+            session.requests.end(generation, InternalError(why))
 
     def _step(self, session: EngineSession) -> bool:
         try:
@@ -229,9 +229,9 @@ class ServingLoop:
     def _end(self, sessions: list[EngineSession], why: str) -> None:
         """End every generation of `sessions` as retryable."""
         for session in sessions:
-            for generation in list(session.generations):
+            for generation in list(session.requests):
                 self._turned_away += 1
-                session.end(generation, Draining(why))
+                session.requests.end(generation, Draining(why))
 
     def _remove(self, session: EngineSession) -> None:
         self._end([session], f"engine {session.name} is being unloaded")

@@ -1,4 +1,4 @@
-"""One loaded engine being served: its pool, pages, scheduler, rounds and live requests.
+"""One loaded engine being served: its pool, pages, scheduler and rounds, step by step; its live requests are in live.py.
 
 A step, on the loop's thread:
 
@@ -24,7 +24,6 @@ from runtime_service.compaction.round import Compactor, RoundFailed
 from runtime_service.compaction.trigger import due
 from runtime_service.core.batch import PressureRound, ScheduledBatch
 from runtime_service.core.request import GenerationRequest
-from runtime_service.core.sampled import SampledToken
 from runtime_service.core.sequence import Sequence, Status
 from runtime_service.device_sampling import needs_host
 from runtime_service.engine.engine import Engine, EngineInputs
@@ -36,6 +35,7 @@ from runtime_service.scheduler.scheduler import Scheduler
 from runtime_service.session.flight import Flight
 from runtime_service.session.generation import Generation, Sample
 from runtime_service.session.inputs import build_inputs
+from runtime_service.session.live import LiveRequests
 from runtime_service.session.load import EngineLoad
 from runtime_service.session.statistics import Statistics
 from runtime_service.session.turnover import Turnover
@@ -80,13 +80,11 @@ class EngineSession:
         self.scheduler = Scheduler(manifest.cache, manifest.profiles, self.allocator, self.prefixes, self.lifecycles)
         self.compactor = Compactor(self.pool, self.allocator, POLICIES, manifest.profiles[Phase.DECODE].batch.max, draft)
         self.statistics = Statistics(Turnover(manifest.profiles[Phase.DECODE].batch.max))
-        self.generations: dict[Generation, None] = {}
+        self.requests = LiveRequests(name, self.allocator, self.scheduler, self.statistics, clock=clock, on_end=on_end)
         self._capacity = Capacity(manifest.cache, self.allocator.capacity, self.model.vocab_size, self.model.max_position)
         self._draft_spec = None if draft is None else draft.pool.spec
         self._engine = engine
         self._clock = clock
-        self._on_end = on_end
-        self._samples: dict[Sequence, Sample] = {}
         self._flight: Flight | None = None
 
     def check(self, request: GenerationRequest) -> None:
@@ -97,14 +95,13 @@ class EngineSession:
 
     def admit(self, generation: Generation) -> None:
         """Let a checked request wait for its first step; what its rounds need is allocated here."""
-        self.generations[generation] = None
+        self.requests.admit(generation)
         self.compactor.prepare(generation.request)
-        self._samples |= {sample.sequence: sample for sample in generation.samples}
         self.scheduler.add(generation.samples[0].sequence)
 
     def step(self) -> bool:
         """One engine call, or one round to make room for it. False when there was nothing to do."""
-        self._end_unwanted()
+        self.requests.end_unwanted()
         work = self.scheduler.schedule()
         match work:
             case None:
@@ -118,15 +115,6 @@ class EngineSession:
         self.statistics.steps += 1
         return True
 
-    def end(self, generation: Generation, error: QuireError) -> None:
-        """The request failed. Where that is our fault or its numbers', nobody shall go on from what it has computed."""
-        self.statistics.requests_failed += 1
-        if isinstance(error, InternalError):
-            for chosen in generation.samples:
-                self.allocator.withdraw(chosen.sequence.pages)
-        self._close(generation)
-        generation.fail(error)
-
     def end_running(self, error: QuireError) -> None:
         """A step failed, and with it what took part in it; what only waits is not touched. All of it, if nothing runs.
 
@@ -134,44 +122,31 @@ class EngineSession:
         """
         self.allocator.withdraw_all()
         flight, self._flight = self._flight, None
-        taking_part = [self._samples[sequence] for sequence in self.scheduler.running] + (flight.samples if flight else [])
+        running = [self.requests.sample_of(sequence) for sequence in self.scheduler.running]
+        taking_part = running + (flight.samples if flight else [])
         lost = {chosen.generation: None for chosen in taking_part if chosen.sequence.status is not Status.FINISHED}
-        for generation in list(lost or self.generations):
-            self.end(generation, error)
+        for generation in list(lost or self.requests):
+            self.requests.end(generation, error)
 
     def shut(self) -> None:
         """Give the engine's memory back. No generation may be alive."""
-        assert not self.generations, self.generations
+        assert not self.requests, list(self.requests)
         self._flight = None
         self._engine.close()
 
     def load(self) -> EngineLoad:
         """What is going on, and the sums so far: consistent between two steps."""
-        waiting = sum(generation.times.started is None for generation in self.generations)
+        waiting = sum(generation.times.started is None for generation in self.requests)
         return self.statistics.read(
             self.name,
             self.allocator,
             requests_waiting=waiting,
-            requests_running=len(self.generations) - waiting,
+            requests_running=len(self.requests) - waiting,
             preemptions=self.scheduler.num_preemptions,
             compaction=self.compactor.evidence,
         )
 
     # ---- the parts of a step ----
-
-    def _end_unwanted(self) -> None:
-        now = self._clock()
-        for generation in list(self.generations):
-            if generation.cancel_requested:
-                if self._said(generation, generation.cancel):
-                    self.statistics.requests_cancelled += 1
-                    self._close(generation)
-                    generation.complete(now)
-            elif generation.stream.closed:  # the reader has left or stalled; nobody is there to be told
-                self.statistics.requests_cancelled += 1
-                self._close(generation)
-            elif (late := generation.lateness(now)) is not None:
-                self.end(generation, late)
 
     def _run(self, batch: ScheduledBatch) -> None:
         self._note_start(batch.sequences)
@@ -181,7 +156,7 @@ class EngineSession:
             sequence.advance(batch.query_len)
             self.prefixes.publish(sequence)
         self.lifecycles.step_ends(batch.sequences)
-        self._end_unwanted()  # a cancel that came during the step wins over the step's result
+        self.requests.end_unwanted()  # a cancel that came during the step wins over the step's result
         flight = self._take_off(batch, logits)
         self._land()
         self._flight = flight
@@ -195,7 +170,7 @@ class EngineSession:
 
     def _note_start(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
-            generation = self._samples[sequence].generation
+            generation = self.requests.sample_of(sequence).generation
             generation.note_pages()
             if generation.times.started is None:
                 generation.start(self._clock(), cached_tokens=sequence.reused)
@@ -206,7 +181,7 @@ class EngineSession:
         drawn: list[tuple[int, Sample]] = []
         for row, sequence in enumerate(batch.sequences):
             if sequence.status is Status.RUNNING and sequence.remaining == 0:
-                computed = self._samples[sequence]
+                computed = self.requests.sample_of(sequence)
                 drawn += [(row, chosen) for chosen in (computed, *self._fork(computed))]
         samples = [chosen for _, chosen in drawn]
         ahead = self._engine.runs_ahead and not any(needs_host(chosen.sampler) for chosen in samples)
@@ -221,9 +196,9 @@ class EngineSession:
             if chosen.sequence.status is Status.FINISHED:
                 continue  # ended while the step ran, or by a sibling's token just now
             if isinstance(token, InternalError):
-                self.end(chosen.generation, token)
+                self.requests.end(chosen.generation, token)
             else:
-                self._push(chosen, token)
+                self.requests.push(chosen, token)
         self._flight = None
         return True
 
@@ -241,30 +216,6 @@ class EngineSession:
             forked.append(sibling)
         return forked
 
-    def _push(self, chosen: Sample, token: SampledToken) -> None:
-        generation, now = chosen.generation, self._clock()
-        is_first = generation.times.first_token is None
-        if not self._said(generation, lambda: generation.push(chosen, token, now)):
-            return
-        self.statistics.note_token(chosen, now, is_first=is_first)
-        if chosen.finished is not None:
-            self._release(chosen)
-        if generation.is_finished:
-            self.statistics.requests_finished += 1
-            self._close(generation)
-            generation.complete(self._clock())
-
-    def _said(self, generation: Generation, say: Callable[[], None]) -> bool:
-        """Whether `say` could make its output; what is raised over one request's text ends that request, never its neighbours."""
-        try:
-            say()
-        except Exception as error:  # noqa: BLE001 - whatever it is
-            _log.exception("output_failed", engine=self.name)
-            unnamed = InternalError(f"engine {self.name} could not make the output: {type(error).__name__}: {error}")
-            self.end(generation, error if isinstance(error, InternalError) else unnamed)
-            return False
-        return True
-
     def _compact(self, cohort: list[Sequence]) -> None:
         """Where no page is free for a copy, the lowest in rank gives its own up; whoever is left at last shares with nobody.
 
@@ -277,33 +228,9 @@ class EngineSession:
                 self.scheduler.preempt(self.scheduler.running[-1])
             except RoundFailed as failure:
                 _log.exception("round_failed", engine=self.name)
-                for generation in {self._samples[sequence].generation: None for sequence in failure.sequences}:
-                    self.end(generation, InternalError(f"engine {self.name}: {failure}"))
+                for generation in {self.requests.sample_of(sequence).generation: None for sequence in failure.sequences}:
+                    self.requests.end(generation, InternalError(f"engine {self.name}: {failure}"))
             cohort = [sequence for sequence in cohort if sequence.status is Status.RUNNING]
-
-    def _close(self, generation: Generation) -> None:
-        """The one way out for every request. The last event follows it: who has read that may use the pages and the id again."""
-        for chosen in generation.samples:
-            self._release(chosen)
-        del self.generations[generation]
-        self.statistics.note_end(generation, self._clock())
-        self._on_end(generation)
-        if not self.generations:
-            self._check_idle()
-
-    def _release(self, chosen: Sample) -> None:
-        self.scheduler.release(chosen.sequence)
-        self._samples.pop(chosen.sequence, None)
-
-    def _check_idle(self) -> None:
-        """Nothing is alive, so nothing may be owned. A leak is an alarm, not a reason to stop serving."""
-        try:
-            self.allocator.check_integrity()
-        except InternalError as error:
-            _log.error("kv_page_accounting_broken", engine=self.name, error=error.message)
-        if self.allocator.num_used > self.statistics.pages_leaked:
-            _log.error("kv_pages_leaked", engine=self.name, pages=self.allocator.num_used)
-            self.statistics.pages_leaked = self.allocator.num_used
 
 
 def _check_profiles(profiles: ProfileSet) -> None:
