@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import structlog
@@ -65,7 +65,7 @@ class LocalStore:
         head = read_head(manifest, artifact_id=artifact_id)
         with self._disk():
             check_files(staged, head.files)
-            damaged = self._is_damaged(artifact_id)
+            damaged = self._was_damaged(artifact_id)
             sealed = staged / MANIFEST_NAME
             sealed.write_bytes(seal(manifest))
             os.utime(sealed, (self._clock(),) * 2)
@@ -191,10 +191,7 @@ class LocalStore:
 
     def _hold(self, directory: Path) -> tuple[Lease, bytes, ManifestHead]:
         """Lease, then check every byte; no lease is left where the check fails."""
-        with self._locked():  # from here on no collection can choose it
-            if not directory.exists():
-                raise not_found(directory.name)
-            lease = self._leases.take(directory.name)
+        lease = self._lease(directory)
         try:
             manifest, head = self._read_manifest(directory)
             if self._verifier is not None:
@@ -206,8 +203,23 @@ class LocalStore:
             raise
         return lease, manifest, head
 
+    def _lease(self, directory: Path) -> Lease:
+        with self._locked():  # from here on no collection can choose it
+            if not directory.exists():
+                raise not_found(directory.name)
+            return self._leases.take(directory.name)
+
     def _mark_used(self, directory: Path) -> None:
         os.utime(directory, (self._clock(),) * 2)
+
+    def _was_damaged(self, artifact_id: str) -> bool:
+        """Whether what is there is damaged; leased, or it could be removed while it is looked at."""
+        try:
+            lease = self._lease(self._directory(artifact_id))
+        except ArtifactNotFound:
+            return False
+        with closing(lease):
+            return self._is_damaged(artifact_id)
 
     def _is_damaged(self, artifact_id: str) -> bool:
         directory = self._directory(artifact_id)

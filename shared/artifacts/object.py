@@ -16,7 +16,7 @@ import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -59,8 +59,12 @@ class ObjectStore:
         placed = Placed.anew(manifest, artifact_id)
         check_files(staged, placed.head.files)
         tag = self._bucket.tag(path)
-        if tag is not None and not self._is_damaged(artifact_id):
-            return False
+        if tag is not None:
+            try:
+                if not self._is_damaged(artifact_id):
+                    return False
+            except ArtifactNotFound:  # removed meanwhile
+                tag = None
         for entry in placed.head.files:
             self._bucket.put(placed.path(entry), staged / entry.path)
         # A writer that loses here leaves content nobody names; a later collection removes it.
@@ -77,7 +81,8 @@ class ObjectStore:
             return ArtifactHandle(placed.artifact_id, placed.manifest, cached.paths, undo.pop_all().close)
 
     def verify(self, artifact_id: str) -> None:
-        self._check_files(self._trusted(artifact_id))
+        with closing(self._lease(check_artifact_id(artifact_id))):
+            self._check_files(self._trusted(artifact_id))
 
     def manifest(self, artifact_id: str) -> bytes:
         return self._read(artifact_id).manifest
@@ -159,8 +164,10 @@ class ObjectStore:
                 )
 
     def _is_damaged(self, artifact_id: str) -> bool:
+        """ArtifactNotFound if it is removed before it is looked at; it is leased meanwhile."""
         try:
-            self._check_files(self._read(artifact_id))
+            with closing(self._lease(artifact_id)):
+                self._check_files(self._read(artifact_id))
         except ArtifactCorrupt as error:
             _log.warning("a damaged artifact is replaced by the one being published", artifact_id=artifact_id, error=error.message)
             return True
@@ -222,17 +229,24 @@ class ObjectStore:
         """The manifest first: from then on nobody begins to read the rest.
 
         A reader puts its lease before it reads the manifest, so one that came between the listing and now has a lease to be
-        seen: the manifest is put back then, nothing else has gone, and the answer is False.
+        seen: the manifest is put back then, nothing else has gone, and the answer is False. Of several removals at once, one that
+        finds no manifest leaves the rest to the others; one that has removed the rest takes away a manifest that another put back.
         """
         manifest = _manifest_path(artifact_id)
         paths = [item.path for item in items]
-        if manifest in paths:
-            sealed = self._bucket.get(manifest)
-            self._bucket.delete([manifest])
-            if sealed is not None and self._is_leased(self._bucket.items(f"{artifact_id}/leases")):
-                self._bucket.create(manifest, sealed)
-                return False
+        if manifest not in paths:
+            self._bucket.delete(paths)
+            return True
+        stored = self._bucket.get(manifest)
+        if stored is None:
+            return True
+        self._bucket.delete([manifest])
+        if self._is_leased(self._bucket.items(f"{artifact_id}/leases")):
+            self._bucket.create(manifest, stored)
+            return False
         self._bucket.delete([path for path in paths if path != manifest])
+        if self._bucket.get(manifest) == stored:
+            self._bucket.delete([manifest])
         return True
 
     # Leases

@@ -61,7 +61,7 @@ class Staging:
             return self._is_stale(path)
         finally:
             os.close(descriptor)
-        return True
+        return path.exists()  # or its writer has just ended it
 
     def _is_stale(self, path: Path) -> bool:
         try:

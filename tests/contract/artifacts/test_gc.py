@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+import shared.artifacts.local
 from shared.artifacts.lease import LEASE_TTL_S
+from shared.artifacts.object import ObjectStore
 from shared.artifacts.store import ArtifactStore
 from shared.errors import ArtifactNotFound, InUse
 from tests.support.artifact_stores import FILES, A, B, Backend, C, D, S3Backend, contents, publish
@@ -108,8 +112,6 @@ def test_an_artifact_is_leased_before_its_bytes_are_checked(backend: Backend, mo
     """BR-149: a collection in the middle of an open must not take the artifact away."""
     publish(backend.open())
     seen: list[bool] = []
-    import shared.artifacts.local
-
     check = shared.artifacts.local.check_files
 
     def look(*args: object) -> None:
@@ -122,6 +124,27 @@ def test_an_artifact_is_leased_before_its_bytes_are_checked(backend: Backend, mo
         assert seen
         assert all(seen)
         assert ids(backend.open()) == {A}
+
+
+@pytest.mark.parametrize("verb", ["publish", "verify"])
+def test_what_is_looked_at_is_not_removed_under_the_looker(backend: Backend, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """A build of hours ends with the look at what is there already: a collection at that moment must not fail it."""
+    publish(backend.open())
+    store, removed = backend.open(), []
+
+    def meddle(genuine: Callable[..., None]) -> Callable[..., None]:
+        def check(*arguments: object) -> None:
+            if "staging" not in str(arguments[0]):  # that is the writer's own
+                removed.append(backend.open().gc(max_bytes=0).removed)
+            genuine(*arguments)
+
+        return check
+
+    monkeypatch.setattr(shared.artifacts.local, "check_files", meddle(shared.artifacts.local.check_files))
+    monkeypatch.setattr(ObjectStore, "_check_files", meddle(ObjectStore._check_files))
+    assert publish(store) is False if verb == "publish" else store.verify(A) is None
+    assert set(removed) == {()}
+    assert contents(backend.open()) == FILES
 
 
 def test_the_lease_of_a_dead_holder_lapses(s3: S3Backend) -> None:

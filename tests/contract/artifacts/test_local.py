@@ -23,7 +23,7 @@ from shared.artifacts.local import LocalStore
 from shared.artifacts.locate import StoreLocation, open_store
 from shared.artifacts.object import ObjectStore
 from shared.artifacts.record import MANIFEST_NAME
-from shared.artifacts.staging import STALE_STAGING_S
+from shared.artifacts.staging import STALE_STAGING_S, Staging
 from shared.errors import ArtifactCorrupt, StoreUnavailable
 from tests.support.artifact_stores import FILES, A, B, Backend, LocalBackend, contents, fill, manifest_of, publish
 
@@ -170,6 +170,19 @@ def test_the_next_writer_has_the_room_of_one_that_was_killed(local: LocalBackend
     with store.stage() as next_one:
         assert list((local.root / "staging").iterdir()) == [next_one]
         assert list((local.root / "trash").iterdir()) == []
+
+
+def test_a_writer_that_ends_while_it_is_looked_for_is_not_dead(local: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    local.open()
+    staging, genuine = Staging(local.root / "staging", local.clock), fcntl.flock
+    live = staging.begin()
+
+    def flock(descriptor: int, operation: int) -> None:
+        live.end()
+        genuine(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert staging.abandoned() == []
 
 
 def test_where_directories_cannot_be_locked_the_dead_are_known_by_their_age(

@@ -184,6 +184,63 @@ def test_a_publication_between_the_two_steps_of_a_removal_is_whole(s3: S3Backend
     assert contents(s3.open()) == FILES
 
 
+def test_of_two_removals_one_that_gives_way_to_a_reader_leaves_it_whole(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one has taken the manifest and is about to put it back for the reader's sake; to the other there is none."""
+    publish(s3.open())
+    collector, create = s3.open(), s3.bucket.create
+    listed, handles = collector.list, []
+
+    def list_then_open() -> tuple[ArtifactInfo, ...]:
+        infos = listed()
+        handles.append(s3.open().open(A))
+        return infos
+
+    def create_late(path: str, content: bytes) -> bool:
+        monkeypatch.setattr(s3.bucket, "create", create)
+        handles.pop().close()
+        other._remove(A, items)
+        return create(path, content)
+
+    other = s3.open()
+    items = other._items(A)[A]
+    monkeypatch.setattr(collector, "list", list_then_open)
+    monkeypatch.setattr(s3.bucket, "create", create_late)
+    assert collector.gc(max_bytes=0).removed == ()
+    assert contents(s3.open()) == FILES
+
+
+def test_a_manifest_put_back_over_removed_content_goes_again(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(s3.open())
+    stored, delete = s3.read(f"{A}/{MANIFEST_NAME}"), s3.bucket.delete
+
+    def put_back(paths: list[str]) -> None:
+        delete(paths)
+        if f"{A}/{MANIFEST_NAME}" not in paths:
+            monkeypatch.setattr(s3.bucket, "delete", delete)
+            s3.bucket.create(f"{A}/{MANIFEST_NAME}", stored)
+
+    monkeypatch.setattr(s3.bucket, "delete", put_back)
+    s3.open().gc(max_bytes=0)
+    assert s3.open().list() == ()
+    assert publish(s3.open())
+    assert contents(s3.open()) == FILES
+
+
+def test_what_is_removed_while_it_is_published_again_is_published(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(s3.open())
+    tag = s3.bucket.tag
+
+    def tag_then_remove(path: str) -> str | None:
+        found = tag(path)
+        monkeypatch.setattr(s3.bucket, "tag", tag)
+        s3.open().delete(A)
+        return found
+
+    monkeypatch.setattr(s3.bucket, "tag", tag_then_remove)
+    assert publish(s3.open())
+    assert contents(s3.open()) == FILES
+
+
 def test_an_artifact_deleted_during_its_download_is_not_found(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(s3.open())
     stream = s3.bucket.stream
