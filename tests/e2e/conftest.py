@@ -20,10 +20,11 @@ import pytest
 
 from shared.cache import cache_root
 from shared.cli import watch
-from shared.cli.fetch import fetch_smollm2
+from shared.cli.fetch import fetch_gemma3, fetch_smollm2
 from shared.cli.generate import stream_events
 from shared.cli.options import compile_spec
 from shared.cli.session import Output, Session
+from shared.errors import QuireError, Unavailable
 from shared.ids import new_id
 from shared.pb.quire.v1 import compiler_pb2, control_pb2, inference_pb2
 from tests.e2e.hf_oracle import Oracle, oracle_of
@@ -48,12 +49,19 @@ class Quire:
     session: Session
     process: subprocess.Popen[bytes]
 
-    def compile(self, source: Path, **changes) -> compiler_pb2.CompileJob:
+    def submit(self, source: Path, **changes) -> str:
+        """The id of a job that compiles `source`."""
         options = {"backend": "inductor", "layout": "paged", "dtype": "float32", "max_len": 2048, "page_size": 16, "profiles": ()}
         spec = compile_spec(str(source), **(options | changes))
         with self.session.compiler() as stub:
-            job = stub.CreateCompileJob(compiler_pb2.CreateCompileJobRequest(request_id=new_id(), spec=spec)).job
-            return watch.follow(self.session, stub, job.job_id, show=False)
+            return stub.CreateCompileJob(compiler_pb2.CreateCompileJobRequest(request_id=new_id(), spec=spec)).job.job_id
+
+    def follow(self, job_id: str) -> compiler_pb2.CompileJob:
+        with self.session.compiler() as stub:
+            return watch.follow(self.session, stub, job_id, show=False)
+
+    def compile(self, source: Path, **changes) -> compiler_pb2.CompileJob:
+        return self.follow(self.submit(source, **changes))
 
     def artifact(self, artifact_id: str) -> compiler_pb2.Artifact:
         with self.session.compiler() as stub:
@@ -126,14 +134,35 @@ def stop_quire(quire: Quire) -> int:
 @pytest.fixture(scope="session")
 def quire():
     (DATA / "runtime-engines.json").unlink(missing_ok=True)  # what an earlier run had loaded is not part of this one
-    running = start_quire(DATA)
+    running = start_quire(DATA, {"QUIRE_COMPILER_BUILD_SLOTS": "2"})
     yield running
     assert stop_quire(running) == 0
 
 
+ENGINES = {
+    "smollm2_paged": (fetch_smollm2, {"profiles": ("decode=8x1", "prefill=1x128")}),
+    "smollm2_linear": (fetch_smollm2, {"layout": "linear", "max_len": 512}),
+    "gemma3": (fetch_gemma3, {"profiles": ("decode=4x1", "prefill=1x128")}),
+}
+"""By fixture: what fetches the model, and how it is compiled."""
+
+
 @pytest.fixture(scope="session")
-def smollm2_source() -> Path:
-    return fetch_smollm2(CACHE)
+def jobs(request, quire) -> dict[str, str | QuireError]:
+    """A job for each engine that a test of this session asks for, or why its model is not to be had.
+
+    All are submitted before the first is waited for: a build keeps one core busy for most of its time.
+    """
+    asked = {name for item in request.session.items for name in item.fixturenames}
+    asked |= {"smollm2_paged", "smollm2_linear"} if "smollm2" in asked else set()
+    submitted: dict[str, str | QuireError] = {}
+    for name, (fetch, options) in ENGINES.items():
+        if name in asked:
+            try:
+                submitted[name] = quire.submit(fetch(CACHE), **options)
+            except Unavailable as error:
+                submitted[name] = error
+    return submitted
 
 
 @dataclass(frozen=True)
@@ -150,18 +179,23 @@ def component_of(artifact: compiler_pb2.Artifact) -> Path:
     return found[0].parent
 
 
-@pytest.fixture(scope="session")
-def smollm2_paged(quire, smollm2_source) -> LoadedEngine:
-    artifact = quire.artifact(quire.compile(smollm2_source, profiles=("decode=8x1", "prefill=1x128")).artifact_id)
-    quire.load(artifact.artifact_id, "smollm2-paged", num_pages=512)
-    return LoadedEngine("smollm2-paged", artifact, oracle_of(component_of(artifact)))
+def loaded(quire: Quire, job: str | QuireError, name: str, num_pages: int) -> LoadedEngine:
+    """The engine that `job` makes, loaded once it is there."""
+    if isinstance(job, QuireError):
+        raise job
+    artifact = quire.artifact(quire.follow(job).artifact_id)
+    quire.load(artifact.artifact_id, name, num_pages)
+    return LoadedEngine(name, artifact, oracle_of(component_of(artifact)))
 
 
 @pytest.fixture(scope="session")
-def smollm2_linear(quire, smollm2_source) -> LoadedEngine:
-    artifact = quire.artifact(quire.compile(smollm2_source, layout="linear", max_len=512).artifact_id)
-    quire.load(artifact.artifact_id, "smollm2-linear", num_pages=10)
-    return LoadedEngine("smollm2-linear", artifact, oracle_of(component_of(artifact)))
+def smollm2_paged(quire, jobs) -> LoadedEngine:
+    return loaded(quire, jobs["smollm2_paged"], "smollm2-paged", num_pages=512)
+
+
+@pytest.fixture(scope="session")
+def smollm2_linear(quire, jobs) -> LoadedEngine:
+    return loaded(quire, jobs["smollm2_linear"], "smollm2-linear", num_pages=10)
 
 
 @pytest.fixture(params=["smollm2_paged", "smollm2_linear"], ids=["paged", "linear"])

