@@ -29,6 +29,7 @@ from runtime_service.inbox import Inbox
 from runtime_service.session.generation import Generation
 from runtime_service.session.load import LoadSnapshot
 from runtime_service.session.session import EngineSession
+from runtime_service.streaming.readers import Readers
 from runtime_service.streaming.stream import TokenStream
 from shared.errors import Draining, DuplicateRequest, InternalError, InUse, MemoryExhausted, ModelNotFound, QueueFull
 from shared.ids import RequestId
@@ -56,6 +57,8 @@ class ServingLoop:
     def __init__(self, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_waiting = max_waiting
         self._clock = clock
+        self.readers = Readers()
+        """Of every stream that is submitted."""
         self._inbox = Inbox()
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
@@ -104,7 +107,14 @@ class ServingLoop:
         or its tokenizer cannot be served.
         """
         session = EngineSession(
-            name, engine, tokenizer, num_pages, clock=self._clock, on_end=self._forget, prefix_caching=prefix_caching
+            name,
+            engine,
+            tokenizer,
+            num_pages,
+            clock=self._clock,
+            on_end=self._forget,
+            deliver=self.readers.release,
+            prefix_caching=prefix_caching,
         )
         with self._lock:
             self._check_up()
@@ -192,6 +202,8 @@ class ServingLoop:
         stepped = [self._step(session) for session in list(self._sessions.values())]
         with self._lock:
             self._publish_load()
+        if not any(session.is_ahead for session in self._sessions.values()):
+            self.readers.release()  # else before the wait for what has been launched
         if any(stepped):
             self._progress_at = self._clock()
         return any(stepped)
@@ -247,6 +259,7 @@ class ServingLoop:
         for session in list(self._sessions.values()):
             self._remove(session)
         self._inbox.close(Draining("the server has stopped"))
+        self.readers.release()
 
     def _die(self, error: BaseException) -> None:
         crash = InternalError(f"the serving loop has died: {type(error).__name__}: {error}")
@@ -256,6 +269,7 @@ class ServingLoop:
             self._ended.notify_all()
         for generation in alive:
             generation.fail(crash)
+        self.readers.release()
 
     def _forget(self, generation: Generation) -> None:
         with self._lock:

@@ -34,7 +34,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         engine = self._engines.find(request.engine)
         generation = await self._convert(request, engine)
         structlog.contextvars.bind_contextvars(request_id=generation.request_id, engine=engine.name)
-        stream = TokenStream(stall_after_s=self._settings.stall_after_s)
+        stream = TokenStream(stall_after_s=self._settings.stall_after_s, readers=self._loop.readers)
         trace, traceparent = RequestTrace(generation), traceparent_of(context.invocation_metadata())
         self._loop.submit(generation, stream)
 

@@ -50,7 +50,8 @@ _log = structlog.get_logger()
 class EngineSession:
     """`check` may be called from any thread; everything else belongs to the loop's.
 
-    `on_end` is called once for every admitted generation, before its last event and with its pages released. `draft` is the cache
+    `on_end` is called once for every admitted generation, before its last event and with its pages released; `deliver` whenever
+    it is about to wait for the device, which is when readers of events should do their work. `draft` is the cache
     of a speculative draft, which rounds keep in step with the engine's. `prefix_caching` lets requests go on from what others have
     computed, where they can share pages; not beside a draft's cache, which would have nothing of what a sequence skips.
     """
@@ -64,6 +65,7 @@ class EngineSession:
         *,
         clock: Callable[[], float],
         on_end: Callable[[Generation], None],
+        deliver: Callable[[], None],
         draft: DraftCache | None = None,
         prefix_caching: bool = True,
     ) -> None:
@@ -85,6 +87,7 @@ class EngineSession:
         self._draft_spec = None if draft is None else draft.pool.spec
         self._engine = engine
         self._clock = clock
+        self._deliver = deliver
         self._flight: Flight | None = None
 
     def check(self, request: GenerationRequest) -> None:
@@ -133,6 +136,11 @@ class EngineSession:
         assert not self.requests, list(self.requests)
         self._flight = None
         self._engine.close()
+
+    @property
+    def is_ahead(self) -> bool:
+        """A step has been launched whose tokens nobody has seen."""
+        return self._flight is not None
 
     def load(self) -> EngineLoad:
         """What is going on, and the sums so far: consistent between two steps."""
@@ -192,6 +200,7 @@ class EngineSession:
         flight = self._flight
         if flight is None:
             return False
+        self._deliver()
         for chosen, token in zip(flight.samples, flight.land(), strict=True):
             if chosen.sequence.status is Status.FINISHED:
                 continue  # ended while the step ran, or by a sibling's token just now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -24,6 +25,14 @@ class TokenDelta:
     index: int
     tokens: tuple[SampledToken, ...]
     text: str
+
+    @classmethod
+    def join(cls, deltas: Sequence[TokenDelta]) -> TokenDelta:
+        """One or more of a sample, in order, as one."""
+        if len(deltas) == 1:
+            return deltas[0]
+        tokens = tuple(token for delta in deltas for token in delta.tokens)
+        return cls(deltas[0].index, tokens, "".join(delta.text for delta in deltas))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,20 +11,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 
-from runtime_service.streaming.events import Event, Failure, Usage
+from runtime_service.streaming.events import Event, Failure, TokenDelta, Usage
+from runtime_service.streaming.readers import Readers
 from shared.errors import ReaderStalled
 
 DEFAULT_CAPACITY = 8192
 DEFAULT_STALL_AFTER_S = 30.0
+_MOST_JOINED = 64
+"""Deltas in one event: messages stay small, however far behind a reader is."""
 
 
 class TokenStream:
     """Events of one request, in order, ended once by Usage, Failure or `close`.
 
     A reader has stalled when `capacity` events wait, or when events have waited `stall_after_s` without one being taken; what
-    waits then is still delivered, followed by Failure(ReaderStalled).
+    waits then is still delivered, followed by Failure(ReaderStalled). Deltas of one sample that wait together are read as one.
     """
 
     def __init__(
@@ -32,6 +34,8 @@ class TokenStream:
         capacity: int = DEFAULT_CAPACITY,
         stall_after_s: float = DEFAULT_STALL_AFTER_S,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        readers: Readers,
     ) -> None:
         self._capacity = capacity
         self._stall_after_s = stall_after_s
@@ -40,6 +44,7 @@ class TokenStream:
         self._events: deque[Event] = deque()
         self._waiting_since = clock()
         self._closed = False
+        self._readers = readers
         self._reader: asyncio.Future[None] | None = None
 
     @property
@@ -48,7 +53,10 @@ class TokenStream:
         return self._closed
 
     def put(self, event: Event) -> bool:
-        """Append from any thread; never waits. False = the stream is closed (now or before) and `event` will not be read."""
+        """Append from any thread; never waits. False = the stream is closed (now or before) and `event` will not be read.
+
+        A reader that waits goes on when its Readers are released.
+        """
         with self._lock:
             if self._closed:
                 return False
@@ -69,6 +77,7 @@ class TokenStream:
             self._closed = True
             self._events.clear()
             self._wake()
+        self._readers.release()
 
     def _stall(self, now: float) -> ReaderStalled | None:
         waited = now - self._waiting_since
@@ -82,10 +91,8 @@ class TokenStream:
     def _wake(self) -> None:
         """Let a waiting reader look again. The lock is held, so each future is resolved by one caller only."""
         reader, self._reader = self._reader, None
-        if reader is None:
-            return
-        with suppress(RuntimeError):  # its event loop is closed: nobody reads any more
-            reader.get_loop().call_soon_threadsafe(_resolve, reader)
+        if reader is not None:
+            self._readers.add(reader)
 
     def __aiter__(self) -> AsyncIterator[Event]:
         return self
@@ -95,13 +102,22 @@ class TokenStream:
             with self._lock:
                 if self._events:
                     self._waiting_since = self._clock()
-                    return self._events.popleft()
+                    return self._take()
                 if self._closed:
                     raise StopAsyncIteration
                 self._reader = reader = asyncio.get_running_loop().create_future()
             await reader
 
-
-def _resolve(reader: asyncio.Future[None]) -> None:
-    if not reader.done():  # the reading task may have been cancelled meanwhile
-        reader.set_result(None)
+    def _take(self) -> Event:
+        """The next event, with the lock held."""
+        event = self._events.popleft()
+        if not isinstance(event, TokenDelta):
+            return event
+        joined = [event]
+        while self._events and len(joined) < _MOST_JOINED:
+            following = self._events[0]
+            if not isinstance(following, TokenDelta) or following.index != event.index:
+                break
+            joined.append(following)
+            self._events.popleft()
+        return TokenDelta.join(joined)

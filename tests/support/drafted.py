@@ -94,9 +94,8 @@ def attach_draft(loop: ServingLoop, name: str, engine: TinyEngine, num_pages: in
     max_sequences = engine.manifest.profiles[Phase.DECODE].batch.max
     draft_pages = max_sequences * spec.max_pages + 1 + max_sequences  # some to spare, for copies of shared ones
     draft = DraftCache(KVPool(spec, draft_pages), PageAllocator(draft_pages), max_sequences)
-    session = EngineSession(
-        name, engine, tiny_tokenizer(), num_pages, clock=plain._clock, on_end=plain.requests._on_end, draft=draft
-    )
+    told = {"clock": plain._clock, "on_end": plain.requests._on_end, "deliver": plain._deliver}
+    session = EngineSession(name, engine, tiny_tokenizer(), num_pages, **told, draft=draft)
     writer = DraftWriter(draft)
     session.lifecycles._followers = (writer,)
     loop._sessions[name] = session

@@ -12,6 +12,7 @@ from runtime_service.core.request import GenerationRequest
 from runtime_service.core.sequence import Sequence as KVSequence
 from runtime_service.loop import ServingLoop
 from runtime_service.streaming.events import Event, Failure, Finished, TokenDelta, Usage
+from runtime_service.streaming.readers import Readers
 from runtime_service.streaming.stream import TokenStream
 from shared.errors import QuireError
 from shared.ids import RequestId
@@ -26,7 +27,7 @@ class RecordingStream(TokenStream):
     """A stream whose events can be looked at, with the sequences behind it. What is put after its end is remembered as a fault."""
 
     def __init__(self) -> None:
-        super().__init__(capacity=1_000_000, stall_after_s=1e9)
+        super().__init__(capacity=1_000_000, stall_after_s=1e9, readers=Readers())
         self.events: list[Event] = []
         self.after_end: list[Event] = []
         self.sequences: list[KVSequence] = []

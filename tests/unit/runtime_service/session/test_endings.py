@@ -12,6 +12,7 @@ from runtime_service.engine.engine import EngineInputs
 from runtime_service.sampling import SampledToken
 from runtime_service.session import flight as flight_module
 from runtime_service.streaming.events import Failure, Finished, FinishReason, TokenDelta, Usage
+from runtime_service.streaming.readers import Readers
 from runtime_service.streaming.stream import TokenStream
 from shared.errors import InternalError, MemoryExhausted, QueueTimeout, RunTimeout
 from shared.ids import PageId
@@ -102,7 +103,7 @@ def test_a_reader_that_has_left_is_released_without_a_word() -> None:
 
 def test_a_reader_that_does_not_read_is_released() -> None:
     loop = serving(TinyEngine(), num_pages=40)
-    stalled = TokenStream(capacity=5)
+    stalled = TokenStream(capacity=5, readers=Readers())
     loop.submit(request(range(3), 60), stalled)
     run(loop)
     assert loop.load().engines[0].generated_tokens < 10

@@ -10,6 +10,7 @@ import torch
 
 from runtime_service.core.params import CompactionParams, SamplingParams
 from runtime_service.engine.engine import EngineInputs
+from runtime_service.session.flight import Flight
 from runtime_service.session.inputs import take_ids
 from runtime_service.streaming.events import FinishReason
 from tests.support.serving import request, rounds_of, run, serving, submit
@@ -46,6 +47,28 @@ def test_the_next_step_is_launched_before_the_last_one_is_read() -> None:
     run(loop)
     assert seen == [0, 0, 1, 2, 3, 4]
     assert len(stream.tokens()) == 6
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_readers_are_released_behind_a_launch_or_when_nothing_is_in_flight(
+    runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their work falls into the wait for the device; a step that is not in flight yet is prepared without them."""
+    engine = TinyEngine(runs_ahead=runs_ahead)
+    loop, order = serving(engine, num_pages=40), []
+    released = loop.readers.release
+    (session,) = loop._sessions.values()
+    monkeypatch.setattr(loop.readers, "release", lambda: (order.append("release"), released()))
+    monkeypatch.setattr(session, "_deliver", loop.readers.release)
+    land = Flight.land
+    monkeypatch.setattr(Flight, "land", lambda flight: (order.append("wait"), land(flight))[1])
+    engine.on_run = lambda inputs: order.append("launch")
+    submit(loop, request([1, 2, 3], 4))
+    run(loop)
+    behind = ["launch", "release", "wait"]
+    expected = ["launch", *behind * 3, "release", "wait"] if runs_ahead else [*behind, "release"] * 4
+    assert order[: len(expected)] == expected
+    assert order[-1] == "release", "nobody is left waiting"
 
 
 def test_rounds_run_at_the_same_lengths() -> None:
