@@ -68,7 +68,7 @@ class RoundExecutor:
         capacity = min(1 << (keep - 1).bit_length(), self._pools[0].spec.max_len)
         inputs = RoundInputs.allocate(target, row_mode=rows, keep_capacity=capacity, tail_capacity=self._max_tail)
         if self._pools[0].device.type == "cuda":
-            reserve_uploads(max(inputs.kept.nbytes, *(table.nbytes for table in self._tables)))
+            reserve_uploads(max(inputs.packed.nbytes, *(table.nbytes for table in self._tables)))
         return build_compaction_params(target, inputs, draft=draft[0] if draft else None, scrub=True)
 
 

@@ -13,6 +13,9 @@ from shared.kernels.compaction.layout import CacheLayout, Family
 from shared.kernels.compaction.modes import RowMode
 from shared.kernels.upload import upload_into
 
+_ALIGNMENT = 32
+"""Elements: every tensor begins at a multiple of 128 bytes, as kernels expect of tensors of their own."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestRound:
@@ -34,6 +37,8 @@ class RequestRound:
 class RoundInputs:
     """Tensors a round reads; all int32, contiguous, on the pools' device. Fill them with `stage` or in place on the device.
 
+        packed        the memory of those below, so that a round is uploaded in one copy
+
         kept          [batch, decision_rows, keep_capacity]   kept ordinals; entries past a request's count are ignored
         move_offsets  [batch + 1]   exclusive prefix sum of moves = keep + tail; rows past the active requests repeat the last value
         tail          [batch]       protected cells; so request r keeps `move_offsets[r + 1] - move_offsets[r] - tail[r]` entries
@@ -44,6 +49,7 @@ class RoundInputs:
     A request without moves is left alone. `min_keep` is the largest masked window: a request must keep as many.
     """
 
+    packed: torch.Tensor
     kept: torch.Tensor
     move_offsets: torch.Tensor
     tail: torch.Tensor
@@ -60,16 +66,18 @@ class RoundInputs:
         table = layout.groups[0].block_table
         batch, device = table.shape[0], table.device
 
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
+        rows = decision_rows(layout, row_mode)
+        lengths = -(-(batch + 1) // _ALIGNMENT) * _ALIGNMENT
+        packed = torch.zeros(5 * lengths + batch * rows * keep_capacity, dtype=torch.int32, device=device)
+        offsets, tail, draft_tail, base, valid_len = packed[: 5 * lengths].view(5, lengths)
         return cls(
-            kept=zeros(batch, decision_rows(layout, row_mode), keep_capacity),
-            move_offsets=zeros(batch + 1),
-            tail=zeros(batch),
-            draft_tail=zeros(batch),
-            base=zeros(batch),
-            valid_len=zeros(batch),
+            packed=packed,
+            kept=packed[5 * lengths :].view(batch, rows, keep_capacity),
+            move_offsets=offsets[: batch + 1],
+            tail=tail[:batch],
+            draft_tail=draft_tail[:batch],
+            base=base[:batch],
+            valid_len=valid_len[:batch],
             row_mode=row_mode,
             tail_capacity=tail_capacity,
             min_keep=max((group.window or 0 for group in layout.groups if group.family is Family.MASKED_WINDOW), default=0),
@@ -93,18 +101,18 @@ class RoundInputs:
             raise ValueError(f"requests: expected at most {self.batch}, got {len(requests)}")
         for index, request in enumerate(requests):
             self._check(index, request)
-        keeps = [request.kept.shape[1] for request in requests]
-        # As wide as the tensor: torch copies a narrower block through a temporary on the device.
-        kept = np.zeros((len(requests), *self.kept.shape[1:]), dtype=np.int32)
-        for row, request in zip(kept, requests, strict=True):
-            row[:, : request.kept.shape[1]] = request.kept
-        moves = [keep + request.tail for keep, request in zip(keeps, requests, strict=True)]
-        offsets = np.cumsum([0, *moves, *[0] * (self.batch - len(requests))], dtype=np.int64)
-        upload_into(self.kept[: len(requests)], torch.from_numpy(kept))
-        upload_into(self.move_offsets, torch.from_numpy(offsets.astype(np.int32)))
-        for name in ("tail", "draft_tail", "base", "valid_len"):
-            values = np.asarray([getattr(request, name) for request in requests], dtype=np.int32)
-            upload_into(getattr(self, name)[: len(requests)], torch.from_numpy(values))
+        start, (_, rows, capacity) = self.kept.storage_offset(), self.kept.shape
+        host = np.zeros(start + len(requests) * rows * capacity, dtype=np.int32)
+        moves = np.zeros(self.batch, dtype=np.int32)
+        for index, (kept, request) in enumerate(zip(host[start:].reshape(len(requests), rows, capacity), requests, strict=True)):
+            keep = request.kept.shape[1]
+            kept[:, :keep] = request.kept
+            moves[index] = keep + request.tail
+            for name in ("tail", "draft_tail", "base", "valid_len"):
+                host[getattr(self, name).storage_offset() + index] = getattr(request, name)
+        first = self.move_offsets.storage_offset()
+        host[first + 1 : first + 1 + self.batch] = np.cumsum(moves)
+        upload_into(self.packed[: len(host)], torch.from_numpy(host))
         return len(requests)
 
     def _check(self, index: int, request: RequestRound) -> None:
