@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from torch import Tensor, arange, equal, int32
 
 from runtime_service.engine.engine import EngineInputs
@@ -9,6 +11,21 @@ from runtime_service.kv.pool import KVPool
 from shared.bindings import BLOCK_TABLE, INPUT_IDS, LAST_INDEX, POSITION_IDS, WRITE_START
 from shared.errors import EngineIncompatible, FieldOutOfRange
 from shared.manifest import EngineManifest
+
+
+class StepCheck:
+    """What every step of one engine is checked by: the pool when it is first used, the inputs on every call."""
+
+    def __init__(self, manifest: EngineManifest) -> None:
+        self._manifest = manifest
+        self._checked_pool: weakref.ref[KVPool] | None = None
+
+    def __call__(self, inputs: EngineInputs, pool: KVPool) -> None:
+        """EngineIncompatible as for `check_pool`, FieldOutOfRange as for `check_inputs`."""
+        if self._checked_pool is None or self._checked_pool() is not pool:
+            check_pool(pool, self._manifest)
+            self._checked_pool = weakref.ref(pool)
+        check_inputs(inputs, self._manifest, pool.num_pages)
 
 
 def check_inputs(inputs: EngineInputs, manifest: EngineManifest, num_pages: int) -> None:

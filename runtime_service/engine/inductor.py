@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from contextlib import ExitStack
 from typing import Protocol
 
 import torch
 
-from runtime_service.engine.bindings import check_inputs, check_pool
+from runtime_service.engine.bindings import StepCheck
 from runtime_service.engine.engine import EngineInputs
 from runtime_service.engine.weights import ModelWeights
 from runtime_service.kv.pool import KVPool
@@ -58,16 +57,13 @@ class InductorEngine:
         self._steps: Steps | None = steps
         self._weights: ModelWeights | None = weights
         self._resources = resources
-        self._checked_pool: weakref.ref[KVPool] | None = None
+        self._check = StepCheck(manifest)
 
     def run(self, inputs: EngineInputs, pool: KVPool) -> torch.Tensor:
         """See Engine.run. A pool is checked when it is first used, inputs on every call."""
         if self._steps is None:
             raise InternalError(f"engine {self.manifest.artifact_id} is closed")
-        if self._checked_pool is None or self._checked_pool() is not pool:
-            check_pool(pool, self.manifest)
-            self._checked_pool = weakref.ref(pool)
-        check_inputs(inputs, self.manifest, pool.num_pages)
+        self._check(inputs, pool)
         return self._steps.run(inputs, pool)
 
     def close(self) -> None:

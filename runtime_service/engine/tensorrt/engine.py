@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from runtime_service.engine.bindings import check_inputs, check_pool
+from runtime_service.engine.bindings import StepCheck
 from runtime_service.engine.engine import EngineInputs
 from runtime_service.engine.tensorrt.launch import Launch, Launcher
 from runtime_service.engine.tensorrt.library import load_library
@@ -73,17 +72,14 @@ class TensorRTEngine:
         self._weights: ModelWeights | None = weights
         self._graphs = graphs
         self._resources = resources
-        self._checked_pool: weakref.ref[KVPool] | None = None
+        self._check = StepCheck(manifest)
 
     def run(self, inputs: EngineInputs, pool: KVPool) -> torch.Tensor:
         """See Engine.run; logits are on the device, overwritten by the next step. Those of rows that no launch serves are zeros:
         padding rows in slot 0, and a step of nothing but padding. Nothing is written for padding."""
         if self._launcher is None:
             raise InternalError(f"engine {self.manifest.artifact_id} is closed")
-        if self._checked_pool is None or self._checked_pool() is not pool:
-            check_pool(pool, self.manifest)
-            self._checked_pool = weakref.ref(pool)
-        check_inputs(inputs, self.manifest, pool.num_pages)
+        self._check(inputs, pool)
         capture = self._graphs and inputs.profile == Phase.DECODE
         launches = self._over_slots if pool.spec.layout is Layout.LINEAR else self._over_pages
         gathered: Tensor | None = None
