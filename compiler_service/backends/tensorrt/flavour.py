@@ -29,7 +29,8 @@ def require_buildable(flavour: Flavour, targets: tuple[str, ...]) -> None:
     the flavour does not know. Imports nothing, so it costs nothing before the work starts."""
     if unknown := [target for target in targets if target not in _CAPABILITIES[flavour]]:
         known = ", ".join(_CAPABILITIES[flavour])
-        raise FieldOutOfRange(f"targets must be of {known} for {flavour}; got {', '.join(unknown)}", field="targets")
+        newer = " (newer GPUs run engines for older ones)" if flavour is Flavour.RTX else ""
+        raise FieldOutOfRange(f"targets must be of {known} for {flavour}{newer}; got {', '.join(unknown)}", field="targets")
     for module in (flavour.value, "torch_tensorrt"):
         if importlib.util.find_spec(module) is None:
             raise BackendUnavailable(f"building for {flavour} needs the Python package {module}; it is not installed here")
