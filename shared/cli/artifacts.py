@@ -95,7 +95,7 @@ def check(context: typer.Context, artifact_id: ArtifactId) -> None:
     if session.as_json:
         session.print_json(found)
     level = word_of(compiler_pb2.Compatibility, "COMPATIBILITY", found.compatibility)
-    sides = f"{found.field}: the engine has {found.expected}, the runtime's {device.kind} {found.got}"
+    sides = f"{found.field}: the engine has {found.expected}, the runtime's device {found.got}"
     if found.compatibility == compiler_pb2.COMPATIBILITY_UNSUPPORTED:
         details = {"field": found.field, "expected": found.expected, "got": found.got}
         raise EngineIncompatible(f"{level}: {sides}; compile it again for this device", details=details)

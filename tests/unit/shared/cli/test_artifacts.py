@@ -55,7 +55,7 @@ def answered(level: str, field: str = "") -> compiler_pb2.CheckCompatibilityResp
         (answered("OPTIMAL"), "optimal\n"),
         (
             answered("PREFER_RECOMPILE", "target.compute_capabilities"),
-            "prefer_recompile: target.compute_capabilities: the engine has sm80, the runtime's cuda sm90\n",
+            "prefer_recompile: target.compute_capabilities: the engine has sm80, the runtime's device sm90\n",
         ),
     ],
 )
