@@ -107,7 +107,8 @@ def cancel(context: typer.Context, job_id: JobId) -> None:
     if session.as_json:
         session.print_json(job)
     else:
-        session.print(watch.state_word(job.state))
+        ending = ", its build is being ended" if job.state == compiler_pb2.JOB_STATE_RUNNING else ""
+        session.print(watch.state_word(job.state) + ending)
 
 
 @app.command()
