@@ -5,6 +5,7 @@
     <id>/manifest.sig
     <id>/used                      Unix time of the latest open
     <id>/leases/<name>             one object a handle: Unix time at which it lapses unless renewed
+    <id>/removal                   of whoever removes the artifact: the same
 
 Opening copies the files into the cache and verifies the copy; a cached artifact is verified again and compared with the bucket's
 manifest. The bucket must support conditional puts (`If-None-Match`, `If-Match`), as S3 does.
@@ -16,7 +17,7 @@ import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from shared.artifacts.collection import choose_removals
 from shared.artifacts.files import check_files
 from shared.artifacts.host_cache import HostCache
 from shared.artifacts.lease import LEASE_TTL_S, Lease
-from shared.artifacts.placement import Placed
+from shared.artifacts.placement import Placed, goes_with
 from shared.artifacts.record import MANIFEST_NAME, SIGNATURE_NAME, is_artifact_id
 from shared.artifacts.staging import STALE_STAGING_S
 from shared.artifacts.store import UNREADABLE, ArtifactHandle, ArtifactInfo, GCReport, ManifestVerifier, check_unused, not_found
@@ -105,7 +106,7 @@ class ObjectStore:
             raise not_found(checked)
         check_unused(checked, self.list())
         if not self._remove(checked, self._items(checked).get(checked, ())):
-            raise InUse(f"artifact {checked} was opened by a process meanwhile; unload it first")
+            raise InUse(f"artifact {checked} was opened, or is being removed, by a process meanwhile; unload it first")
 
     def gc(self, *, max_bytes: int | None = None, max_age_s: float | None = None) -> GCReport:
         chosen = choose_removals(self.list(), now_s=self._clock(), max_bytes=max_bytes, max_age_s=max_age_s)
@@ -115,7 +116,9 @@ class ObjectStore:
             doomed = items if artifact_id in chosen else self._garbage(artifact_id, items)
             doomed_bytes, all_bytes = sum(item.size for item in doomed), sum(item.size for item in items)
             try:
-                if not self._remove(artifact_id, doomed):
+                if artifact_id not in chosen:
+                    self._bucket.delete([item.path for item in doomed])
+                elif not self._remove(artifact_id, items):
                     failed.add(artifact_id)
                     left += all_bytes
                     continue
@@ -229,25 +232,44 @@ class ObjectStore:
         """The manifest first: from then on nobody begins to read the rest.
 
         A reader puts its lease before it reads the manifest, so one that came between the listing and now has a lease to be
-        seen: the manifest is put back then, nothing else has gone, and the answer is False. Of several removals at once, one that
-        finds no manifest leaves the rest to the others; one that has removed the rest takes away a manifest that another put back.
+        seen: the manifest is put back then, nothing else has gone, and the answer is False. It is False, too, while another removes
+        the artifact: one could put back the manifest of content that the other is deleting. Content in another place than the
+        manifest's may be a publication under way; if it is not, it is garbage in a day.
         """
         manifest = _manifest_path(artifact_id)
-        paths = [item.path for item in items]
-        if manifest not in paths:
-            self._bucket.delete(paths)
-            return True
-        stored = self._bucket.get(manifest)
-        if stored is None:
-            return True
-        self._bucket.delete([manifest])
-        if self._is_leased(self._bucket.items(f"{artifact_id}/leases")):
-            self._bucket.create(manifest, stored)
-            return False
-        self._bucket.delete([path for path in paths if path != manifest])
-        if self._bucket.get(manifest) == stored:
+        with self._removal(artifact_id) as is_alone:
+            if not is_alone:
+                return False
+            stored = self._bucket.get(manifest)
+            if stored is None:
+                return True
             self._bucket.delete([manifest])
-        return True
+            if self._is_leased(self._bucket.items(f"{artifact_id}/leases")):
+                self._bucket.create(manifest, stored)
+                return False
+            others = (manifest, _removal_path(artifact_id))
+            rest = [item.path for item in items if item.path not in others]
+            self._bucket.delete([path for path in rest if goes_with(stored, path, artifact_id)])
+            return True
+
+    @contextmanager
+    def _removal(self, artifact_id: str) -> Iterator[bool]:
+        """Whether nobody else removes the artifact meanwhile."""
+        path = _removal_path(artifact_id)
+
+        def until() -> bytes:
+            return repr(self._clock() + LEASE_TTL_S).encode()
+
+        tag = self._bucket.tag(path)
+        if tag is None:
+            is_alone = self._bucket.create(path, until())
+        else:
+            is_alone = self._get_time(path) < self._clock() and self._bucket.replace(path, until(), tag)
+        if not is_alone:
+            yield False
+            return
+        with closing(Lease(lambda: self._bucket.put(path, until()), lambda: self._bucket.delete([path]))):
+            yield True
 
     # Leases
 
@@ -276,6 +298,10 @@ class ObjectStore:
 
 def _manifest_path(artifact_id: str) -> str:
     return f"{check_artifact_id(artifact_id)}/{MANIFEST_NAME}"
+
+
+def _removal_path(artifact_id: str) -> str:
+    return f"{artifact_id}/removal"
 
 
 def _is_lease(item: Item) -> bool:

@@ -59,6 +59,16 @@ class Placed:
         return f"{self.artifact_id}/files/{self.place}/{entry.sha256}"
 
 
+def goes_with(stored: bytes, path: str, artifact_id: str) -> bool:
+    """Whether an object of the artifact is removed with its manifest: all but content of another place. With a manifest that
+    nobody can read, everything."""
+    files = f"{artifact_id}/files/"
+    try:
+        return not path.startswith(files) or path.startswith(f"{files}{Placed.read(stored, artifact_id).place}/")
+    except ArtifactCorrupt:
+        return True
+
+
 def _halves(stored: bytes) -> tuple[bytes, bytes]:
     lines = stored.splitlines(keepends=True)
     return b"".join(lines[:2]), b"".join(lines[2:])

@@ -173,7 +173,8 @@ def test_a_publication_between_the_two_steps_of_a_removal_is_whole(s3: S3Backend
     writer, delete, published = s3.open(), s3.bucket.delete, []
 
     def delete_late(paths: list[str]) -> None:
-        if f"{A}/{MANIFEST_NAME}" not in paths:
+        if any("/files/" in path for path in paths):
+            monkeypatch.setattr(s3.bucket, "delete", delete)
             published.append(publish(writer))
         delete(paths)
 
@@ -185,7 +186,7 @@ def test_a_publication_between_the_two_steps_of_a_removal_is_whole(s3: S3Backend
 
 
 def test_of_two_removals_one_that_gives_way_to_a_reader_leaves_it_whole(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one has taken the manifest and is about to put it back for the reader's sake; to the other there is none."""
+    """The one has taken the manifest and is about to put it back for the reader's sake; the other begins as the reader leaves."""
     publish(s3.open())
     collector, create = s3.open(), s3.bucket.create
     listed, handles = collector.list, []
@@ -196,9 +197,9 @@ def test_of_two_removals_one_that_gives_way_to_a_reader_leaves_it_whole(s3: S3Ba
         return infos
 
     def create_late(path: str, content: bytes) -> bool:
-        monkeypatch.setattr(s3.bucket, "create", create)
-        handles.pop().close()
-        other._remove(A, items)
+        if path.endswith(MANIFEST_NAME):
+            handles.pop().close()
+            assert not other._remove(A, items)
         return create(path, content)
 
     other = s3.open()
@@ -209,21 +210,48 @@ def test_of_two_removals_one_that_gives_way_to_a_reader_leaves_it_whole(s3: S3Ba
     assert contents(s3.open()) == FILES
 
 
-def test_a_manifest_put_back_over_removed_content_goes_again(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publication_under_way_is_not_removed_with_what_was_there(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It began while a removal had the manifest in its hands and ends after the next one: its content was listed by that."""
     publish(s3.open())
-    stored, delete = s3.read(f"{A}/{MANIFEST_NAME}"), s3.bucket.delete
+    create, stored = s3.bucket.create, s3.read(f"{A}/{MANIFEST_NAME}")
+    s3.bucket.delete([f"{A}/{MANIFEST_NAME}"])
 
-    def put_back(paths: list[str]) -> None:
-        delete(paths)
-        if f"{A}/{MANIFEST_NAME}" not in paths:
-            monkeypatch.setattr(s3.bucket, "delete", delete)
-            s3.bucket.create(f"{A}/{MANIFEST_NAME}", stored)
+    def create_late(path: str, content: bytes) -> bool:
+        monkeypatch.setattr(s3.bucket, "create", create)
+        create(path, stored)
+        assert s3.open().gc(max_bytes=0).removed == (A,)
+        return create(path, content)
 
-    monkeypatch.setattr(s3.bucket, "delete", put_back)
-    s3.open().gc(max_bytes=0)
-    assert s3.open().list() == ()
+    monkeypatch.setattr(s3.bucket, "create", create_late)
     assert publish(s3.open())
     assert contents(s3.open()) == FILES
+
+
+def test_what_was_chosen_is_removed_and_not_what_is_being_published_since(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the choice and the second look another has removed it, and a publication has begun."""
+    publish(s3.open())
+    collector, items, create = s3.open(), ObjectStore._items, s3.bucket.create
+
+    def create_late(path: str, content: bytes) -> bool:
+        if path.endswith(MANIFEST_NAME):
+            monkeypatch.setattr(s3.bucket, "create", create)
+            assert collector._remove(A, items(collector, A)[A])
+        return create(path, content)
+
+    s3.open().delete(A)
+    monkeypatch.setattr(s3.bucket, "create", create_late)
+    assert publish(s3.open())
+    assert contents(s3.open()) == FILES
+
+
+def test_a_removal_that_died_is_nobody_s_hindrance(s3: S3Backend) -> None:
+    publish(s3.open())
+    with s3.open()._removal(A) as first, s3.open()._removal(A) as second:
+        assert (first, second) == (True, False)
+        assert s3.open().gc(max_bytes=0).failed == (A,)
+    s3.bucket.put(f"{A}/removal", repr(s3.clock() - 1).encode())
+    assert s3.open().gc(max_bytes=0).removed == (A,)
+    assert s3.stored_bytes() == 0
 
 
 def test_what_is_removed_while_it_is_published_again_is_published(s3: S3Backend, monkeypatch: pytest.MonkeyPatch) -> None:
