@@ -81,8 +81,9 @@ bench-compaction: setup ## the movers beside a copy: on the GPU if there is one,
 compaction-soak: setup ## 10,000 rounds while requests share prefixes, fork, are preempted and are cancelled
 	$(BIN)/python -m tests.property.compaction_soak --rounds 10000
 
-soak: load-soak ## load-soak, then 200 rounds of kill -9 of compilers, workers, builds and redis-server
+soak: load-soak ## load-soak, 200 rounds of kill -9 of compilers, workers, builds and redis-server, 2,400 calls at once on each store
 	QUIRE_KILL_ROUNDS=200 $(BIN)/pytest tests/contract/jobs/test_kills.py tests/contract/compiler/test_kills.py
+	QUIRE_STORE_OPERATIONS=400 $(BIN)/pytest tests/contract/artifacts/test_races.py --timeout 1800
 
 serve-fuzz: setup ## 1,000 random interleavings of the real serving loop
 	QUIRE_INTERLEAVINGS=1000 $(BIN)/pytest tests/property/runtime_service/test_serving_machine.py --timeout 14400

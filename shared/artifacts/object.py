@@ -4,8 +4,7 @@
     <id>/manifest.json             put last and only if absent: makes the artifact visible; names the place
     <id>/manifest.sig
     <id>/used                      Unix time of the latest open
-    <id>/leases/<name>             one object a handle: Unix time at which it lapses unless renewed
-    <id>/removal                   of whoever removes the artifact: the same
+    <id>/leases/<name>, removal    see bucket_leases.py
 
 Opening copies the files into the cache and verifies the copy; a cached artifact is verified again and compared with the bucket's
 manifest. The bucket must support conditional puts (`If-None-Match`, `If-Match`), as S3 does.
@@ -17,23 +16,23 @@ import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
 from pathlib import Path
 
 import structlog
 
 from shared.artifacts.bucket import Bucket, Item
+from shared.artifacts.bucket_leases import BucketLeases, is_lease, read_time, removal_path, time_bytes
 from shared.artifacts.collection import choose_removals
 from shared.artifacts.files import check_files
 from shared.artifacts.host_cache import HostCache
-from shared.artifacts.lease import LEASE_TTL_S, Lease
 from shared.artifacts.placement import Placed, goes_with
 from shared.artifacts.record import MANIFEST_NAME, SIGNATURE_NAME, is_artifact_id
 from shared.artifacts.staging import STALE_STAGING_S
 from shared.artifacts.store import UNREADABLE, ArtifactHandle, ArtifactInfo, GCReport, ManifestVerifier, check_unused, not_found
 from shared.errors import ArtifactCorrupt, ArtifactNotFound, InUse, StoreUnavailable
-from shared.ids import ArtifactId, check_artifact_id, new_id
+from shared.ids import ArtifactId, check_artifact_id
 from shared.manifest import FileEntry
 
 _log = structlog.get_logger(__name__)
@@ -51,6 +50,7 @@ class ObjectStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._bucket, self._cache, self._verifier, self._clock = bucket, cache, verifier, clock
+        self._leases = BucketLeases(bucket, clock)
 
     def stage(self) -> AbstractContextManager[Path]:
         return self._cache.store.stage()
@@ -74,15 +74,15 @@ class ObjectStore:
     def open(self, artifact_id: str) -> ArtifactHandle:
         check_artifact_id(artifact_id)
         with ExitStack() as undo:
-            undo.callback(self._lease(artifact_id).close)
+            undo.callback(self._leases.take(artifact_id).close)
             placed = self._trusted(artifact_id)
             cached = self._cache.open(placed.manifest, placed.head, partial(self._content, placed))
             undo.callback(cached.close)
-            self._put_time(f"{artifact_id}/used", self._clock())
+            self._bucket.put(f"{artifact_id}/used", time_bytes(self._clock()))
             return ArtifactHandle(placed.artifact_id, placed.manifest, cached.paths, undo.pop_all().close)
 
     def verify(self, artifact_id: str) -> None:
-        with closing(self._lease(check_artifact_id(artifact_id))):
+        with closing(self._leases.take(check_artifact_id(artifact_id))):
             self._check_files(self._trusted(artifact_id))
 
     def manifest(self, artifact_id: str) -> bytes:
@@ -169,7 +169,7 @@ class ObjectStore:
     def _is_damaged(self, artifact_id: str) -> bool:
         """ArtifactNotFound if it is removed before it is looked at; it is leased meanwhile."""
         try:
-            with closing(self._lease(artifact_id)):
+            with closing(self._leases.take(artifact_id)):
                 self._check_files(self._read(artifact_id))
         except ArtifactCorrupt as error:
             _log.warning("a damaged artifact is replaced by the one being published", artifact_id=artifact_id, error=error.message)
@@ -205,8 +205,8 @@ class ObjectStore:
             model_id=model_id,
             size_bytes=sum(item.size for item in items),
             published_s=published_s,
-            last_used_s=max(published_s, self._get_time(f"{artifact_id}/used")),
-            in_use=self._is_leased(items),
+            last_used_s=max(published_s, read_time(self._bucket, f"{artifact_id}/used")),
+            in_use=self._leases.any_holds(items),
         )
 
     def _garbage(self, artifact_id: ArtifactId, items: Sequence[Item]) -> Sequence[Item]:
@@ -222,8 +222,8 @@ class ObjectStore:
         stale_s = self._clock() - STALE_STAGING_S
 
         def is_garbage(item: Item) -> bool:
-            if _is_lease(item):
-                return self._get_time(item.path) < self._clock()
+            if is_lease(item):
+                return self._leases.is_lapsed(item.path)
             return item.path not in named and item.modified_s < stale_s
 
         return tuple(item for item in items if is_garbage(item))
@@ -237,72 +237,21 @@ class ObjectStore:
         manifest's may be a publication under way; if it is not, it is garbage in a day.
         """
         manifest = _manifest_path(artifact_id)
-        with self._removal(artifact_id) as is_alone:
+        with self._leases.removal(artifact_id) as is_alone:
             if not is_alone:
                 return False
             stored = self._bucket.get(manifest)
             if stored is None:
                 return True
             self._bucket.delete([manifest])
-            if self._is_leased(self._bucket.items(f"{artifact_id}/leases")):
+            if self._leases.is_held(artifact_id):
                 self._bucket.create(manifest, stored)
                 return False
-            others = (manifest, _removal_path(artifact_id))
+            others = (manifest, removal_path(artifact_id))
             rest = [item.path for item in items if item.path not in others]
             self._bucket.delete([path for path in rest if goes_with(stored, path, artifact_id)])
             return True
 
-    @contextmanager
-    def _removal(self, artifact_id: str) -> Iterator[bool]:
-        """Whether nobody else removes the artifact meanwhile."""
-        path = _removal_path(artifact_id)
-
-        def until() -> bytes:
-            return repr(self._clock() + LEASE_TTL_S).encode()
-
-        tag = self._bucket.tag(path)
-        if tag is None:
-            is_alone = self._bucket.create(path, until())
-        else:
-            is_alone = self._get_time(path) < self._clock() and self._bucket.replace(path, until(), tag)
-        if not is_alone:
-            yield False
-            return
-        with closing(Lease(lambda: self._bucket.put(path, until()), lambda: self._bucket.delete([path]))):
-            yield True
-
-    # Leases
-
-    def _lease(self, artifact_id: str) -> Lease:
-        path = f"{artifact_id}/leases/{new_id()}"
-
-        def renew() -> None:
-            self._put_time(path, self._clock() + LEASE_TTL_S)
-
-        renew()
-        return Lease(renew, lambda: self._bucket.delete([path]))
-
-    def _is_leased(self, items: Sequence[Item]) -> bool:
-        return any(_is_lease(item) and self._get_time(item.path) >= self._clock() for item in items)
-
-    def _put_time(self, path: str, seconds: float) -> None:
-        self._bucket.put(path, repr(seconds).encode())
-
-    def _get_time(self, path: str) -> float:
-        """0.0 where there is none."""
-        try:
-            return float(self._bucket.get(path) or b"0")
-        except ValueError:
-            return 0.0
-
 
 def _manifest_path(artifact_id: str) -> str:
     return f"{check_artifact_id(artifact_id)}/{MANIFEST_NAME}"
-
-
-def _removal_path(artifact_id: str) -> str:
-    return f"{artifact_id}/removal"
-
-
-def _is_lease(item: Item) -> bool:
-    return "/leases/" in item.path

@@ -246,7 +246,7 @@ def test_what_was_chosen_is_removed_and_not_what_is_being_published_since(s3: S3
 
 def test_a_removal_that_died_is_nobody_s_hindrance(s3: S3Backend) -> None:
     publish(s3.open())
-    with s3.open()._removal(A) as first, s3.open()._removal(A) as second:
+    with s3.open()._leases.removal(A) as first, s3.open()._leases.removal(A) as second:
         assert (first, second) == (True, False)
         assert s3.open().gc(max_bytes=0).failed == (A,)
     s3.bucket.put(f"{A}/removal", repr(s3.clock() - 1).encode())
