@@ -44,7 +44,7 @@ class Inbox:
                 self._unanswered.discard(answer)
             try:
                 answer.set_result(command())
-            except Exception as error:  # noqa: BLE001 - it belongs to whoever asked
+            except BaseException as error:  # noqa: BLE001 - it belongs to whoever asked, a library's panic too
                 answer.set_exception(error)
 
         with self._lock:

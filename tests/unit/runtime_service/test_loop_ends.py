@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from runtime_service.inbox import Inbox
 from runtime_service.loop import DrainReport
 from runtime_service.session.session import EngineSession
 from shared.errors import (
@@ -69,12 +70,17 @@ def test_stop_before_start_ends_what_was_submitted() -> None:
     assert isinstance(stream.error, Draining)
 
 
-def test_a_loop_that_dies_says_so_to_every_stream_and_to_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+class Panic(BaseException):
+    """What a library written in Rust raises where it panics."""
+
+
+@pytest.mark.parametrize("cause", [OSError("no memory for a list"), Panic("no memory for a list")], ids=["error", "panic"])
+def test_a_loop_that_dies_says_so_to_every_stream_and_to_the_probe(monkeypatch: pytest.MonkeyPatch, cause: BaseException) -> None:
     """BR-165."""
     loop = serving(TinyEngine(), num_pages=40)
 
     def broken(session: EngineSession) -> None:
-        raise OSError("no memory for a list")
+        raise cause
 
     monkeypatch.setattr(EngineSession, "load", broken)
     stream = RecordingStream()
@@ -82,13 +88,33 @@ def test_a_loop_that_dies_says_so_to_every_stream_and_to_the_probe(monkeypatch: 
     loop.start()
     wait_until(lambda: stream.is_ended)
     assert isinstance(stream.error, InternalError)
-    assert "OSError: no memory" in stream.error.message
+    assert f"{type(cause).__name__}: no memory" in stream.error.message
     assert loop.stalled_for_s() == math.inf
     with pytest.raises(InternalError, match="has died"):
         loop.submit(request([1], 1), RecordingStream())
     with pytest.raises(InternalError, match="has died"):
         loop.remove_engine("tiny")
     loop.stop()
+
+
+def test_a_question_whose_answer_is_a_panic_is_answered() -> None:
+    inbox, caught = Inbox(), []
+
+    def panic() -> None:
+        raise Panic
+
+    def ask() -> None:
+        try:
+            inbox.ask(panic)
+        except Panic as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    wait_until(lambda: bool(inbox._unanswered))
+    inbox.carry_out()
+    thread.join(SOON_S)
+    assert len(caught) == 1
 
 
 def test_a_question_to_a_loop_that_dies_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
