@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from compiler_service.proof import rules
 from compiler_service.proof.evaluate import bind
@@ -13,10 +14,14 @@ from compiler_service.proof.evaluate import bind
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """A tensor that may hide cells: an additive one, or a boolean one that is true for the visible cells, or for the hidden."""
+    """A tensor that may hide cells: an additive one, or a boolean one that is true for the visible cells, or for the hidden.
+
+    `filling` is what the scores of hidden cells become, where the attention says so itself.
+    """
 
     node: fx.Node
     hides: bool = False
+    filling: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +56,51 @@ def attentions_over(contents: Iterable[fx.Node]) -> list[Attention]:
             assert isinstance(query, fx.Node)
             masks = (Mask(mask),) if isinstance(mask, fx.Node) else ()
             found.append(Attention(consumer, arguments["key"] is operand, query, masks, bool(arguments.get("is_causal"))))
-        elif name in rules.MATMUL:
-            found += _around_softmax(consumer, operand)
-        elif rules.may_attend(name):
+        elif name in rules.MATMUL and (around := list(_around_softmax(consumer, operand))):
+            found += around
+        elif name in rules.MATMUL or rules.may_attend(name) or _weighs(consumer):
             found.append(Attention(consumer, True, consumer, is_known=False))
     return found
 
 
+def _weighs(consumer: fx.Node) -> bool:
+    """Whether a reader that is no product makes weights all the same: it is an exponential, or one comes after it."""
+    pending, seen = [consumer], {consumer}
+    while pending:
+        node = pending.pop()
+        if str(node.target) in rules.WEIGHTS:
+            return True
+        fresh = [user for user in node.users if user not in seen]
+        seen.update(fresh)
+        pending += fresh
+    return False
+
+
 def _consumers(contents: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(reader, the operand it reads) for whoever reads `contents` once layout and scaling are looked through."""
+    """(reader, the operand it reads) for whoever reads `contents` once layout, scaling and projections are looked through."""
     pending, seen = list(contents), set(contents)
     while pending:
         value = pending.pop()
         for user in value.users:
             if user.op != "call_function":
                 continue
-            if str(user.target) in rules.SCORES and user not in seen:
+            passes = str(user.target) in rules.SCORES | rules.PARTS or _projects(user, value)
+            if not passes:
+                yield user, value
+            elif user not in seen:
                 seen.add(user)
                 pending.append(user)
-            elif str(user.target) not in rules.SCORES:
-                yield user, value
+
+
+def _projects(user: fx.Node, value: fx.Node) -> bool:
+    """Whether `user` makes each cell's keys or values of what the cache holds of it, by a weight: MLA's latents."""
+    names = rules.PROJECTIONS.get(str(user.target))
+    if names is None:
+        return False
+    rows, weight = (bind(user)[name] for name in names)
+    while isinstance(weight, fx.Node) and str(weight.target) in rules.AXIS_MOVES:
+        weight = bind(weight)["self"]
+    return rows is value and isinstance(weight, fx.Node) and weight.op == "placeholder"
 
 
 def _around_softmax(product: fx.Node, operand: fx.Node) -> Iterator[Attention]:
@@ -109,19 +139,41 @@ def _softmax_before(nodes: list[fx.Node]) -> fx.Node | None:
     return None
 
 
-def _masks_between(product: fx.Node, softmax: fx.Node) -> Iterator[Mask]:
-    """What is added to the scores, or chooses between them and another value, on the way to the softmax."""
+def _masks_between(product: fx.Node, softmax: fx.Node) -> list[Mask]:
+    """What hides cells on the way from the product to the softmax."""
     scores, pending = {product}, [product]
     while pending:
-        for user in pending.pop().users:
-            if user is softmax or user in scores or str(user.target) not in rules.SCORES:
-                continue
-            scores.add(user)
-            pending.append(user)
-            arguments = bind(user)
-            if str(user.target) == rules.SUM:
-                yield from (Mask(other) for other in user.all_input_nodes if other not in scores)
-            elif str(user.target) in rules.CHOICES and isinstance(arguments["condition"], fx.Node):
-                yield Mask(arguments["condition"], hides=arguments["self"] not in scores)
-            elif str(user.target) in rules.FILL_MASKED and isinstance(arguments["mask"], fx.Node):
-                yield Mask(arguments["mask"], hides=True)
+        fresh = [user for user in pending.pop().users if str(user.target) in rules.SCORES and user not in scores]
+        scores.update(fresh)
+        pending += fresh
+    last = bind(softmax)["self"]
+    return _masks_of(last, product, scores) if isinstance(last, fx.Node) else []
+
+
+def _masks_of(node: fx.Node, product: fx.Node, scores: set[fx.Node]) -> list[Mask]:
+    """The masks of the scores `node`. What might lift a hidden score (a tanh, a bound, a negative factor) ends those before it."""
+    if node is product:
+        return []
+    name, arguments = str(node.target), bind(node)
+    own = [value for value in node.all_input_nodes if value in scores]
+    inherited = [mask for value in own for mask in _masks_of(value, product, scores)]
+    if name in rules.LAYOUT | rules.KEEP_HIDDEN:
+        return inherited
+    if name in rules.DIFFERENCES:
+        return inherited if arguments["self"] in scores and arguments["other"] not in scores else []
+    if name in rules.FACTORS:
+        factor = arguments["other"]
+        return inherited if isinstance(factor, int | float) and factor > 0 else []
+    if name in rules.SUMS and arguments.get("alpha", 1) == 1:
+        return inherited + [Mask(other) for other in node.all_input_nodes if other not in scores and not is_boolean(other)]
+    if name in rules.CHOICES and len(own) == 1 and isinstance(condition := arguments["condition"], fx.Node):
+        hides = arguments["self"] is not own[0]
+        return [*inherited, Mask(condition, hides, arguments["self" if hides else "other"])]
+    if name in rules.FILL_MASKED and len(own) == 1 and isinstance(hidden := arguments["mask"], fx.Node):
+        return [*inherited, Mask(hidden, hides=True, filling=arguments["value"])]
+    return []
+
+
+def is_boolean(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype is torch.bool

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from torch.export import ExportedProgram
 
+from compiler_service.ingest.program_caches import shared_memory
 from compiler_service.proof.algebra import ONE
 from compiler_service.proof.bounds import find_overrun
 from compiler_service.proof.consistency import Readers, find_inconsistency, find_readers
 from compiler_service.proof.evaluate import Values
 from compiler_service.proof.hazards import find_hazard
 from compiler_service.proof.positions import find_wrong_positions
-from compiler_service.proof.program import CacheDecl, Program, read_program, shared_memory
+from compiler_service.proof.program import CacheDecl, Program, read_program
 from compiler_service.proof.verdict import Proved, Refuted, Run, Unknown, Verdict
 from compiler_service.proof.writes import Write, read_write
 from shared.bindings import WRITE_START
@@ -170,7 +171,9 @@ def prove_program(
     `caches` maps the name a cache has outside (`k_cache.0`) to where it is in both programs. `profiles` are the shapes the
     engine will be asked for: none may be longer than a cache.
     """
-    if clashes := shared_memory(before, caches):
+    name_of = {decl.target: name for name, decl in caches.items()}
+    if shared := shared_memory(before, name_of):  # torch cannot make such a program functional, so this is asked first
+        clashes = {name_of[target]: name_of.get(other, other) for target, other in shared.items()}
         return ProofReport(tuple(_unread(name, caches[name].target, clashes) for name in caches))
     first = prove_writes(read_program(before, caches), profiles)
     second = prove_writes(read_program(after, caches), profiles)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor, fx
+from torch import fx
 
 from compiler_service.proof import algebra, rules
 from compiler_service.proof.algebra import Grid
-from compiler_service.proof.attention import Mask
+from compiler_service.proof.attention import Mask, is_boolean
 from compiler_service.proof.evaluate import Values, bind
 from compiler_service.proof.program import Program
 
@@ -36,6 +36,8 @@ _HIDDEN = -1e4
 def visible_where(program: Program, values: Values, mask: Mask) -> Bounds | None:
     """The conditions under which `mask` lets a cell be seen; None where they are not of this kind."""
     reader = _Reader(program, values)
+    if mask.filling is not None and not reader.hides(mask.filling):
+        return None
     return reader.negated(mask.node) if mask.hides else reader.read(mask.node)
 
 
@@ -45,37 +47,43 @@ class _Reader:
         self._values = values
 
     def read(self, node: fx.Node) -> Bounds | None:
+        """A boolean tensor is true, any other one about 0, where the cell is visible: neither is the other's cast."""
         name = str(node.target)
         if name in rules.LAYOUT:
             return self._moved(node)
         arguments = bind(node) if node.op == "call_function" else {}
+        return self._boolean(node, name, arguments) if is_boolean(node) else self._additive(node, name, arguments)
+
+    def _boolean(self, node: fx.Node, name: str, arguments: dict[str, object]) -> Bounds | None:
         if name in rules.AT_MOST:
             return self._comparison(node, arguments)
         if name in rules.EQUALITY:
             return self._one_chunk(node, arguments)
+        if name in rules.NOT:
+            return self.negated(arguments["self"])
+        if name in rules.BOTH:
+            return self._both(node, arguments)
+        return () if self._number(node) == 1 else None
+
+    def _additive(self, node: fx.Node, name: str, arguments: dict[str, object]) -> Bounds | None:
         if name in rules.CHOICES:
             return self._choice(arguments)
-        if name in rules.FILL_MASKED and self._number(arguments["self"]) == 0 and self._hides(arguments["value"]):
+        if name in rules.FILL_MASKED and self._number(arguments["self"]) == 0 and self.hides(arguments["value"]):
             return self.negated(arguments["mask"])
-        is_boolean = isinstance(node.meta.get("val"), Tensor) and str(node.meta["val"].dtype) == "torch.bool"
-        if name in rules.NOT and is_boolean:
-            return self.negated(arguments["self"])
-        if (name in rules.BOTH and is_boolean) or (name == rules.SUM and not is_boolean):
+        if name in rules.SUMS and arguments.get("alpha", 1) == 1:
             return self._both(node, arguments)
-        if is_boolean and self._number(node) == 1:
-            return ()
         return None
 
     def _moved(self, node: fx.Node) -> Bounds | None:
         operand = _moved_operand(node)
-        inner = self.read(operand) if isinstance(operand, fx.Node) else None
+        inner = self.read(operand) if isinstance(operand, fx.Node) and is_boolean(operand) == is_boolean(node) else None
         return None if inner is None else _each(inner, lambda grid: self._values.moved(node, grid))
 
     def _both(self, node: fx.Node, arguments: dict[str, object]) -> Bounds | None:
         found: Bounds = ()
         for name in ("self", "other"):
             side = arguments[name]
-            inner = self.read(side) if isinstance(side, fx.Node) else None
+            inner = self.read(side) if isinstance(side, fx.Node) and is_boolean(side) == is_boolean(node) else None
             repeated = inner and _each(inner, lambda grid: algebra.broadcast(grid, self._values.shape(node)))
             if repeated is None:
                 return None
@@ -115,14 +123,14 @@ class _Reader:
 
     def _choice(self, arguments: dict[str, object]) -> Bounds | None:
         condition, held, other = arguments["condition"], arguments["self"], arguments["other"]
-        if self._number(held) == 0 and self._hides(other) and isinstance(condition, fx.Node):
+        if self._number(held) == 0 and self.hides(other) and isinstance(condition, fx.Node):
             return self.read(condition)
-        if self._number(other) == 0 and self._hides(held):
+        if self._number(other) == 0 and self.hides(held):
             return self.negated(condition)
         return None
 
     def negated(self, condition: object) -> Bounds | None:
-        inner = self.read(condition) if isinstance(condition, fx.Node) else None
+        inner = self.read(condition) if isinstance(condition, fx.Node) and is_boolean(condition) else None
         if inner is None or len(inner) != 1 or inner[0].chunk is not None:  # the opposite of several conditions is no conjunction
             return None
         return _each(inner, lambda grid: algebra.add(algebra.scale(grid, -1), algebra.uniform(algebra.constant(-1))))
@@ -134,7 +142,7 @@ class _Reader:
             return self._values.grid(value)
         return None
 
-    def _hides(self, value: object) -> bool:
+    def hides(self, value: object) -> bool:
         number = self._number(value)
         return number is not None and number <= _HIDDEN
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from compiler_service.proof import rules
-from compiler_service.proof.algebra import ONE, Coord, Grid
+from compiler_service.proof import algebra, rules
+from compiler_service.proof.algebra import ONE, ZERO, Coord, Grid, Linear, Term
 from compiler_service.proof.evaluate import Values
 from compiler_service.proof.program import Program
 from compiler_service.proof.verdict import Refuted, Run, Unknown
@@ -26,24 +26,35 @@ def find_wrong_positions(program: Program, values: Values, update: fx.Node, run:
             grid = values.grid(source)
             if not grid.varying_axes and not (run.length == ONE or grid.rank > 1):
                 continue  # one number for all tokens selects frequencies, it is no position
-            wrong = _against_declared(values, grid, source) if declared else _against_run(values, grid, source, run)
+            wrong = _against_declared(grid, source, run) if declared else _against_run(grid, source, run)
             if wrong is not None:
                 return wrong
     return None
 
 
-def _against_declared(values: Values, grid: Grid, source: fx.Node) -> Refuted | Unknown | None:
-    terms = grid.base.terms
-    if not any(grid.steps) and grid.base.const == 0 and len(terms) == 1 and terms[0][1] == 1 and terms[0][0].source == POSITION_IDS:
+def _against_declared(grid: Grid, source: fx.Node, run: Run) -> Refuted | Unknown | None:
+    """Token `i` of row `b` must be rotated by element `[b, i]` of the input."""
+    index = _row_and_token(grid, run)
+    if index and not any(grid.steps) and grid.base == Linear.of(0, [(Term(POSITION_IDS, index, given=True), 1)]):
         return None
     told = f"rows are rotated by {_shown(grid)} (node {source.name}), not by the input {POSITION_IDS}"
     return Refuted(told, source.name) if grid.base.is_given else Unknown(told, source.name)
 
 
-def _against_run(values: Values, grid: Grid, source: fx.Node, run: Run) -> Refuted | Unknown | None:
+def _row_and_token(grid: Grid, run: Run) -> tuple[Coord, ...]:
+    """The coordinates of an element's own row and token, which lie along the axes that vary; empty if those are others."""
+    open_sizes = [size for size in (run.rows, run.length) if not algebra.is_single(size)]
+    axes = iter(grid.varying_axes)
+    if [grid.shape[axis] for axis in grid.varying_axes] != open_sizes:
+        return ()
+    return tuple(Coord(None if algebra.is_single(size) else next(axes), ZERO) for size in (run.rows, run.length))
+
+
+def _against_run(grid: Grid, source: fx.Node, run: Run) -> Refuted | Unknown | None:
     base = grid.base.with_coords(lambda c: Coord(0, c.offset) if c.axis is not None else c)
-    steps = [step for step in grid.steps if step]
-    counted = steps == [1] or (not steps and run.length == ONE)
+    stepped = [axis for axis, step in enumerate(grid.steps) if step]
+    by_token = [(grid.steps[axis], grid.shape[axis]) for axis in stepped] == [(1, run.length)]
+    counted = by_token or (not stepped and run.length == ONE)
     if counted and base == run.start:
         return None
     told = f"rows are rotated by {_shown(grid)} (node {source.name}), {run.cache} is written from {run.start} on"

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from compiler_service.ingest.program_caches import stored_tensor
 from shared.bindings import INPUT_IDS
 
 
@@ -119,37 +120,11 @@ def _size_names(graph: fx.Graph, caches: Iterable[CacheNodes]) -> dict[sympy.Sym
     return names
 
 
-def shared_memory(exported: ExportedProgram, caches: Mapping[str, CacheDecl]) -> dict[str, str]:
-    """For each cache that is the same memory as another buffer or constant of the program, the name of that other one.
-
-    torch cannot make such a program functional, so this is asked first.
-    """
-    name_of = {decl.target: name for name, decl in caches.items()}
-    by_storage: dict[int, list[str]] = {}
-    for spec in exported.graph_signature.input_specs:
-        tensor = _stored(exported, spec)
-        if tensor is not None and tensor.numel():
-            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(str(spec.target))
-    return {
-        name_of[target]: name_of.get(other, other)
-        for targets in by_storage.values()
-        for target, other in zip(targets, targets[1:] + targets[:1], strict=True)
-        if target in name_of and target != other
-    }
-
-
-def _stored(exported: ExportedProgram, spec: InputSpec) -> Tensor | None:
-    if spec.kind not in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR) or spec.target is None:
-        return None
-    tensor = exported.state_dict.get(spec.target, exported.constants.get(spec.target))
-    return tensor if isinstance(tensor, Tensor) else None
-
-
 def _constants(exported: ExportedProgram, written: set[str]) -> dict[str, Tensor]:
     """Tensors a run cannot change: lifted constants and buffers that nothing in the program writes."""
     found: dict[str, Tensor] = {}
     for spec in exported.graph_signature.input_specs:
-        tensor = _stored(exported, spec)
+        tensor = stored_tensor(exported, spec)
         if tensor is not None and spec.target not in written:
             found[spec.arg.name] = tensor
     for node in exported.graph.nodes:

@@ -307,6 +307,13 @@ SDPA = frozenset(
 )
 SOFTMAX = frozenset(_aten("softmax.int _softmax _safe_softmax"))
 MATMUL = frozenset(_aten("matmul mm bmm addmm baddbmm einsum linear"))
+PROJECTIONS: Mapping[str, tuple[str, str]] = {
+    # product -> its rows and its weight
+    "aten.linear.default": ("input", "weight"),
+    "aten.matmul.default": ("self", "other"),
+    "aten.mm.default": ("self", "mat2"),
+    "aten.addmm.default": ("mat1", "mat2"),
+}
 SCORES = LAYOUT | frozenset(
     _aten(
         "add.Tensor add.Scalar sub.Tensor sub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar tanh clamp maximum cat "
@@ -314,6 +321,14 @@ SCORES = LAYOUT | frozenset(
     )
 )
 """What may stand between the product of queries and keys and its softmax, and between the softmax and the product with values."""
+PARTS = frozenset([*_aten("split.Tensor split_with_sizes chunk unbind.int repeat"), "<built-in function getitem>"])
+"""Hand out parts or copies of a cache's content, which attentions then read."""
+KEEP_HIDDEN = frozenset(_aten("cat dropout"))
+DIFFERENCES = frozenset(_aten("sub.Tensor sub.Scalar"))
+FACTORS = frozenset(_aten("mul.Tensor mul.Scalar div.Tensor div.Scalar"))
+SUMS = frozenset(_aten("add.Tensor add.Scalar"))
+"""Of these: a score that is hidden stays hidden, if what the operator does to it is that alone."""
+WEIGHTS = SOFTMAX | SDPA | frozenset([ATTEND, *_aten("exp")])
 
 AT_MOST: Mapping[str, tuple[int, int]] = {
     # comparison -> (sign, slack): it says sign * (self - other) + slack >= 0
@@ -329,7 +344,6 @@ FILL_MASKED = frozenset(_aten("masked_fill.Scalar masked_fill.Tensor"))
 CONSTANTS = frozenset(_aten("full full_like new_full scalar_tensor"))
 ZEROS = frozenset(_aten("zeros zeros_like new_zeros"))
 ONES = frozenset(_aten("ones ones_like new_ones"))
-SUM = "aten.add.Tensor"
 
 ANGLES = frozenset(_aten("cos sin polar"))
 """Where rotary embeddings turn positions into rotations."""

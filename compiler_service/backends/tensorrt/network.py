@@ -143,7 +143,7 @@ class _Converter(fx.Interpreter):
         if target is torch.ops.aten.slice_scatter.default:
             args = with_its_end(self._node, args)
         packet = DYNAMO_CONVERTERS.get(self._node)
-        if packet is None and target is torch.ops.aten.scaled_dot_product_attention.default:
+        if target is torch.ops.aten.scaled_dot_product_attention.default and (packet is None or self._queries_are_shared()):
             return self._masked_attention(*args, **kwargs)
         if packet is None:
             raise UnsupportedModel(f"TensorRT has no converter for {self._node} ({target}); an engine with gaps is not built")
@@ -239,12 +239,18 @@ class _Converter(fx.Interpreter):
         return attend(layers, self._masks_over(cache.max_pages * cache.page_size), q, keys, values, heads, scale, *rest)
 
     def _masked_attention(self, q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0, *_: Any, **options: Any) -> ITensor:
-        """A program's own attention where TensorRT has no layer for it: one K/V head for all, keys and values of two sizes."""
+        """A program's own attention where TensorRT has no layer for it: one K/V head for all, keys and values of two sizes, queries
+        of two attentions."""
         shapes = [node.meta["val"].shape for node in self._node.all_input_nodes[:3]]
         if mask is None or dropout:
             raise UnsupportedModel(f"{self._node} attends without a mask or drops weights; TensorRT has no layer for its shapes")
         scale = options.get("scale") or shapes[0][3] ** -0.5
         return masked_attention(self._layers(), q, k, v, mask, (shapes[0][1], shapes[1][1]), scale, shapes[2][3])
+
+    def _queries_are_shared(self) -> bool:
+        """Two attention layers over one query (DiffLlama's) end TensorRT's builder with a segmentation fault."""
+        (query, *_), attention = self._node.all_input_nodes, self._node.target
+        return sum(user.target is attention for user in query.users) > 1
 
     def _masks_over(self, num_cells: int) -> Masks:
         if self._masks is None:

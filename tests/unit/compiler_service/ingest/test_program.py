@@ -67,6 +67,26 @@ def test_facts_weights_and_caches_are_the_programs(whole: Path) -> None:
     torch.testing.assert_close(found.program.module()(ids, start), loaded.module()(ids, start))
 
 
+class _OneMemory(_Step):
+    """Keys and values are views of one buffer, which the archive stores once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        both = torch.zeros(1, 2, MAX_LEN, 4)
+        self.register_buffer("k", both[:, :1])
+        self.register_buffer("v", both[:, :1])
+
+
+@pytest.mark.filterwarnings("ignore:No complete tensor found")
+def test_caches_in_one_memory_are_refused_with_both_names(tmp_path: Path) -> None:
+    """BR-014: as two caches, a write to one of them would no longer change the other."""
+    save(export(_OneMemory(), (torch.zeros(1, 5, dtype=torch.int64), torch.tensor(2))), tmp_path / "model.pt2")
+    byte_level_tokenizer(VOCAB).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UnsupportedModel, match="k and v are views of one memory"):
+        open_(tmp_path / "model.pt2")
+
+
 def test_what_the_program_fixes_cannot_be_asked_otherwise(whole: Path) -> None:
     found = open_(whole)
     with pytest.raises(FieldOutOfRange, match="max_len must be 16"):

@@ -57,11 +57,14 @@ DECLARED: dict[str, tuple[Positions, str]] = {
     "frozen": (lambda given, start, n: torch.arange(n)[None], "refuted: rows are rotated by 0 + 1*i"),
     "scaled": (lambda given, start, n: 2 * given, "refuted: rows are rotated by 2*position_ids[row,i1]"),
     "clamped": (lambda given, start, n: given.clamp(0, 9), "unknown: rows are rotated by clamp"),
+    "first_for_all": (lambda given, start, n: given[:, :1].expand(-1, n), "refuted: rows are rotated by position_ids[row,0]"),
+    "one_row_for_all": (lambda given, start, n: given[:1].expand(BATCH, n), "refuted: rows are rotated by position_ids[0,i1]"),
 }
 UNDECLARED: dict[str, tuple[Positions, str]] = {
     "cells": (lambda given, start, n: (torch.arange(n) + start)[None], ""),
     "frozen": (lambda given, start, n: torch.arange(n)[None], "refuted: rows are rotated by 0 + 1*i"),
     "backwards": (lambda given, start, n: (start - torch.arange(n))[None], "unknown: rows are rotated by start + -1*i"),
+    "by_row": (lambda given, start, n: (torch.arange(BATCH) + start)[:, None].expand(-1, n), "unknown: rows are rotated by start"),
     "others": (lambda given, start, n: given, "unknown: rows are rotated by others[row,i1]"),
 }
 

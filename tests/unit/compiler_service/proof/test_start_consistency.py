@@ -23,8 +23,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, "Start"], Tensor]
 class Start:
     """Where the new rows go, as scalars and as a start for each row."""
 
-    def __init__(self, p: Tensor, p_rows: Tensor, other: Tensor, padding: Tensor, n: int) -> None:
-        self.p, self.p_rows, self.other, self.padding, self.n = p, p_rows, other, padding, n
+    def __init__(self, p: Tensor, p_rows: Tensor, other: Tensor, padding: Tensor, weight: Tensor, n: int) -> None:
+        self.p, self.p_rows, self.other, self.padding, self.weight, self.n = p, p_rows, other, padding, weight, n
 
     @property
     def queries(self) -> Tensor:
@@ -92,6 +92,13 @@ FOLLOWS: dict[str, Attend] = {
     "softmax_where": composed(lambda scores, s: torch.where(causal(s), scores, -math.inf)),
     "softmax_filled": composed(lambda scores, s: scores.masked_fill(~causal(s), -math.inf)),
     "softcapped": composed(lambda scores, s: 5 * torch.tanh(scores / 5) + additive(s)),
+    "parts": lambda q, k, v, s: torch.cat([masked(causal)(q, k, part.repeat(1, HEADS, 1, 1), s) for part in v.chunk(HEADS, 1)], 1),
+    "projected": lambda q, k, v, s: masked(causal)(
+        q, torch.nn.functional.linear(k, s.weight), torch.nn.functional.linear(v, s.weight), s
+    ),
+    "scaled_after_the_mask": composed(lambda scores, s: (scores + additive(s)) / 2),
+    "filled_with_a_tensor": composed(lambda scores, s: torch.where(causal(s), scores, torch.full([], -1e9))),
+    "less_its_maximum": composed(lambda scores, s: (m := scores + additive(s)) - m.amax(-1, keepdim=True)),
     "biased": composed(lambda scores, s: scores + 0.5 * s.cells + additive(s)),
 }
 
@@ -104,6 +111,16 @@ def _own_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @_own_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.empty_like(q)
+
+
+def _exponentials(q: Tensor, k: Tensor, v: Tensor, s: Start) -> Tensor:
+    weights = torch.exp(q @ _repeated(k).transpose(2, 3))
+    return weights / weights.sum(-1, keepdim=True) @ _repeated(v)
+
+
+def _products_summed(q: Tensor, k: Tensor, v: Tensor, s: Start) -> Tensor:
+    weights = torch.softmax((q[:, :, :, None] * _repeated(k)[:, :, None]).sum(-1) + _repeated(v).sum(-1)[:, :, None], -1)
+    return weights.sum(-1)
 
 
 STRAYS: dict[str, tuple[Attend, str, str]] = {
@@ -136,7 +153,7 @@ STRAYS: dict[str, tuple[Attend, str, str]] = {
     "causal_and_padding": (masked(lambda s: causal(s) & s.padding), "unknown", "no comparison of cells"),
     "causal_or_more": (masked(lambda s: causal(s) | (s.cells > 9)), "unknown", "no comparison of cells"),
     "fewer_queries": (
-        lambda q, k, v, s: masked(causal)(q[:, :, :4], k, v, Start(s.p, s.p_rows, s.other, s.padding, 4)),
+        lambda q, k, v, s: masked(causal)(q[:, :, :4], k, v, Start(s.p, s.p_rows, s.other, s.padding, s.weight, 4)),
         "refuted",
         "queries",
     ),
@@ -146,6 +163,34 @@ STRAYS: dict[str, tuple[Attend, str, str]] = {
         "refuted",
         "from 0 on",
     ),
+    # What looks like the mask of "additive_mask" and hides nothing, or not enough.
+    "mask_cast_to_numbers": (masked(lambda s: causal(s).float()), "unknown", "no comparison"),
+    "numbers_cast_to_a_mask": (masked(lambda s: additive(s).bool()), "unknown", "no comparison"),
+    "not_of_numbers": (masked(lambda s: torch.logical_not(additive(s))), "unknown", "no comparison"),
+    "both_of_numbers": (masked(lambda s: torch.logical_and(additive(s), additive(s))), "unknown", "no comparison"),
+    "mask_filled_with_numbers": (
+        masked(lambda s: torch.zeros(s.n, LENGTH, dtype=torch.bool).masked_fill(~causal(s), -1e5)),
+        "unknown",
+        "no comparison",
+    ),
+    "subtracted": (masked(lambda s: torch.add(torch.zeros(s.n, LENGTH), additive(s), alpha=-1)), "unknown", "no comparison"),
+    "softmax_subtracted": (composed(lambda scores, s: torch.add(scores, additive(s), alpha=-1)), "refuted", "has no mask"),
+    "softmax_minus": (composed(lambda scores, s: additive(s) - scores), "refuted", "has no mask"),
+    "softmax_plus_boolean": (composed(lambda scores, s: scores + causal(s)), "refuted", "has no mask"),
+    "softmax_where_zero": (composed(lambda scores, s: torch.where(causal(s), scores, 0.0)), "unknown", "no comparison"),
+    "softmax_filled_with_zero": (composed(lambda scores, s: scores.masked_fill(~causal(s), 0.0)), "unknown", "no comparison"),
+    "capped_after_the_mask": (composed(lambda scores, s: 5 * torch.tanh((scores + additive(s)) / 5)), "refuted", "has no mask"),
+    "clamped_after_the_mask": (composed(lambda scores, s: (scores + additive(s)).clamp(-1, 1)), "refuted", "has no mask"),
+    "turned_after_the_mask": (composed(lambda scores, s: -1 * (scores + additive(s))), "refuted", "has no mask"),
+    "projected_and_frozen": (
+        lambda q, k, v, s: masked(lambda s: s.cells <= s.queries)(
+            q, torch.nn.functional.linear(k, s.weight), torch.nn.functional.linear(v, s.weight), s
+        ),
+        "refuted",
+        "masks from 0 on",
+    ),
+    "exponentials": (_exponentials, "unknown", "how it masks is not known"),
+    "products_summed": (_products_summed, "unknown", "how it masks is not known"),
     "inverted_softmax": (
         composed(lambda scores, s: scores.masked_fill(causal(s), -math.inf)),
         "refuted",
@@ -159,12 +204,13 @@ class Layers(nn.Module):
         super().__init__()
         self.attentions = attentions
         self.k, self.v = nn.Module(), nn.Module()
+        self.register_buffer("weight", torch.eye(HEAD_DIM))
         for name in attentions:
             for store in (self.k, self.v):
                 store.register_buffer(name, torch.zeros(BATCH, HEADS, LENGTH, HEAD_DIM))
 
     def forward(self, x: Tensor, q: Tensor, p: Tensor, p_rows: Tensor, other: Tensor, padding: Tensor) -> list[Tensor]:
-        start = Start(p, p_rows, other, padding, x.shape[2])
+        start = Start(p, p_rows, other, padding, self.weight, x.shape[2])
         index = torch.arange(x.shape[2]) + p
         outputs = []
         for name, attention in self.attentions.items():
@@ -227,7 +273,7 @@ class _CrossedLayers(Layers):
         self.k.c.index_copy_(2, torch.arange(x.shape[2]) + p, x)
         self.v.c.index_copy_(2, torch.arange(x.shape[2]) + p + 1, x)
         follow = attend(lambda s: s.p.expand(BATCH).int())
-        start = Start(p, p_rows, other, padding, x.shape[2])
+        start = Start(p, p_rows, other, padding, self.weight, x.shape[2])
         for k, v in ((self.k.a, self.v.b), (self.k.b, self.v.a), (self.k.c, self.v.c)):
             outputs.append(follow(q, k, v, start))
         return outputs

@@ -310,6 +310,32 @@ def test_an_indexed_assignment_keeps_heads_and_cells_apart(batch: int, index: li
     assert not differs_by_value(lowered, proof.after, example(batch))
 
 
+class _OpenBatch(nn.Module):
+    """Three cells of two caches, by an index of the cells alone and by one as wide as the rows."""
+
+    def forward(self, k: Tensor, v: Tensor, x: Tensor, p: Tensor) -> Tensor:
+        cells = torch.arange(3) + p
+        k.index_copy_(2, cells, x)
+        v.scatter_(2, cells[:, None].expand_as(x), x)
+        return k.sum() + v.sum()
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_batch_may_be_open_where_cells_are_indexed(rows: int) -> None:
+    """BR-017: built for 1 to 4 rows, right at both ends."""
+    batch = {0: Dim("batch", min=1, max=4)}
+    inputs = (torch.zeros(3, HEADS, 48, 24), torch.zeros(3, HEADS, 48, 24), torch.zeros(3, HEADS, 3, 24), torch.tensor(0))
+    program = export(_OpenBatch(), inputs, dynamic_shapes=(batch, batch, batch, None))
+    lowered = program.run_decompositions()
+    prove_program(program, lowered, {name: CacheDecl(name, layer=0) for name in "kv"}).require()
+    k, v, x = torch.zeros(rows, HEADS, 48, 24), torch.zeros(rows, HEADS, 48, 24), torch.randn(rows, HEADS, 3, 24)
+    lowered.module()(k, v, x, torch.tensor(7))
+    expected = torch.zeros_like(k)
+    expected[:, :, 7:10] = x
+    assert torch.equal(k, expected)
+    assert torch.equal(v, expected)
+
+
 @pytest.mark.parametrize("name", NO_RUNS)
 def test_near_misses_are_refused_with_the_reason(report: ProofReport, name: str) -> None:
     _, expected, reason = NO_RUNS[name]

@@ -115,7 +115,7 @@ def test_an_unproven_write_never_reaches_the_engine(built: dict[str, Any]) -> No
 
 
 def test_a_write_without_a_proof_copies_if_the_caller_allows_it(built: dict[str, Any]) -> None:
-    """The certificate says so, and why; the other cache is in place as ever."""
+    """The certificate says so, and why; the other cache is in place as ever, small as its program is (BR-004: writes and a sum)."""
     strided = built["strided"]
     assert strided["aliases"] == ["k_cache.0"]
     assert strided["roles"]["v_cache.0.updated"] == "output"

@@ -50,6 +50,7 @@ def alias(cache: str) -> AliasedBinding:
 
 
 def test_a_cache_that_is_not_aliased_stops_the_build() -> None:
+    """BR-004: what the network marked decides, not what was predicted."""
     whole = [alias(f"{kind}_cache.{layer}") for kind in "kv" for layer in range(2)]
     wanted = {f"{kind}_cache.{layer}" for kind in "kv" for layer in range(2)}
     check_aliases(whole, wanted)
