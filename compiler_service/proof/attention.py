@@ -82,7 +82,7 @@ def _consumers(contents: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]
     while pending:
         value = pending.pop()
         for user in value.users:
-            if user.op != "call_function":
+            if user.op != "call_function" or str(user.target) in rules.METADATA:
                 continue
             passes = str(user.target) in rules.SCORES | rules.PARTS or _projects(user, value)
             if not passes:

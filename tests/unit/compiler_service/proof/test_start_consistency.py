@@ -62,6 +62,13 @@ def _repeated(rows: Tensor) -> Tensor:
     return rows[:, :, None].expand(-1, -1, GROUP, -1, -1).reshape(BATCH, HEADS * GROUP, LENGTH, HEAD_DIM)
 
 
+def _put_together(rows: Tensor) -> Tensor:
+    """As MLA puts keys together of two parts."""
+    whole = rows.new_empty(rows.shape)
+    whole[..., :2], whole[..., 2:] = rows[..., :2], rows[..., 2:]
+    return whole
+
+
 def causal(s: Start) -> Tensor:
     return s.cells <= s.queries + s.p
 
@@ -93,6 +100,7 @@ FOLLOWS: dict[str, Attend] = {
     "softmax_filled": composed(lambda scores, s: scores.masked_fill(~causal(s), -math.inf)),
     "softcapped": composed(lambda scores, s: 5 * torch.tanh(scores / 5) + additive(s)),
     "parts": lambda q, k, v, s: torch.cat([masked(causal)(q, k, part.repeat(1, HEADS, 1, 1), s) for part in v.chunk(HEADS, 1)], 1),
+    "put_together": lambda q, k, v, s: masked(causal)(q, _put_together(k), v, s),
     "projected": lambda q, k, v, s: masked(causal)(
         q, torch.nn.functional.linear(k, s.weight), torch.nn.functional.linear(v, s.weight), s
     ),
