@@ -322,7 +322,10 @@ SCORES = LAYOUT | frozenset(
 )
 """What may stand between the product of queries and keys and its softmax, and between the softmax and the product with values."""
 PARTS = frozenset(
-    [*_aten("split.Tensor split_with_sizes chunk unbind.int repeat copy slice_scatter"), "<built-in function getitem>"]
+    [
+        *_aten("split.Tensor split_with_sizes chunk unbind.int repeat repeat_interleave.self_int copy slice_scatter"),
+        "<built-in function getitem>",
+    ]
 )
 """Take a cache's content apart, repeat it or put it together with something else, for attentions to read."""
 KEEP_HIDDEN = frozenset(_aten("cat dropout"))
