@@ -181,13 +181,14 @@ class Sequence:
     def append(self, token_id: int) -> None:
         """A token was sampled from the logits of the last one, or the first that was expected has arrived.
 
-        The last one of all is expected by nobody, as no step follows it, and may find its sequence preempted meanwhile.
+        The last one of all is expected by nobody, as no step follows it: it may find its sequence preempted meanwhile, and even
+        being computed again.
         """
         if self.unseen:
             self.tokens[-self.unseen] = token_id
             self.unseen -= 1
             return
-        assert self.remaining == 0 or (self.status is Status.WAITING and not self.may_go_on), self
+        assert self.remaining == 0 or not self.may_go_on, self
         self.tokens.append(token_id)
 
     def compact(self, order: Rows, pages: Ordered[PageId]) -> list[PageId]:

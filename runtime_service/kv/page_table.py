@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from runtime_service.kv.allocator import DUMP_PAGE
 from shared.ids import Ordinal, PageId, Slot
 
@@ -39,8 +42,10 @@ class PageTable:
         page, offset = self.locate(ordinal)
         return Slot(page * self.page_size + offset)
 
-    def row(self, width: int) -> list[PageId]:
+    def row(self, width: int) -> NDArray[np.int32]:
         """The block table row of `width` entries; unmapped ones name the dump page, never a page that was ours once."""
         if len(self.pages) > width:
             raise ValueError(f"{len(self.pages)} pages do not fit a block table {width} wide")
-        return [*self.pages, *[DUMP_PAGE] * (width - len(self.pages))]
+        row = np.full(width, DUMP_PAGE, dtype=np.int32)
+        row[: len(self.pages)] = self.pages
+        return row

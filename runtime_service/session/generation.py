@@ -15,6 +15,7 @@ from runtime_service.streaming.output import Output, OutputAssembler
 from runtime_service.streaming.stream import TokenStream
 from runtime_service.streaming.vocabulary import Vocabulary
 from shared.errors import QueueTimeout, QuireError, RunTimeout
+from shared.ids import PageId
 from shared.manifest import ModelFacts
 
 
@@ -108,7 +109,7 @@ class Generation:
         return None
 
     def note_pages(self) -> None:
-        held = {page for sample in self.samples for page in sample.sequence.pages}
+        held: set[PageId] = set().union(*(sample.sequence.pages for sample in self.samples))
         self.peak_pages = max(self.peak_pages, len(held))
 
     def push(self, sample: Sample, token: SampledToken, now: float) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from runtime_service.core.batch import ScheduledBatch
 from runtime_service.engine.engine import EngineInputs
@@ -53,5 +54,5 @@ def take_ids(inputs: EngineInputs, unseen: Mapping[int, int], ids: torch.Tensor)
     return replace(inputs, input_ids=torch.cat([ids, known])[place, None])
 
 
-def _int32(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+def _int32(values: Sequence[int] | Sequence[Sequence[int]] | Sequence[NDArray[np.int32]]) -> torch.Tensor:
     return torch.from_numpy(np.asarray(values, dtype=np.int32))

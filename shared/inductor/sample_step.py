@@ -102,10 +102,14 @@ def written_cells(cache: KVCacheSpec, step: SampleStep, pool: Tensor) -> Tensor:
     return mask
 
 
+LEAST_COSINE = {torch.float32: 0.9999, torch.bfloat16: 0.99}
+"""Between the logits of two ways to compute a step, by the element type they compute in."""
+
+
 def logits_differ(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> str:
     """How two logits tensors of one step differ beyond what arithmetic in `dtype` explains; empty if they do not."""
     if not torch.isfinite(got).all():
         return "logits are not finite"
     cosine = float(torch.cosine_similarity(got, wanted, dim=-1).min())
-    least = 0.9999 if dtype is torch.float32 else 0.99
+    least = LEAST_COSINE[dtype]
     return "" if cosine >= least else f"logits have cosine {cosine:.5f} to the reference, at least {least} is expected"

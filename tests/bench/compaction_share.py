@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -163,7 +164,7 @@ def decode_shares(decoder: Decoder, device: torch.device, repeats: int = 6) -> l
 def _step_seconds(decoder: Decoder, pool: KVPool, cohort: Cohort, repeats: int) -> float:
     sequences = cohort.sequences()
     rows = [PageTable(sequence.pages, decoder.page_size).row(decoder.spec.max_pages) for sequence in sequences]
-    step: Callable[[], object] = Step(decoder, pool, torch.tensor(rows, dtype=torch.int32, device=pool.device))
+    step: Callable[[], object] = Step(decoder, pool, torch.from_numpy(np.stack(rows)).to(pool.device))
     if pool.device.type == "cuda":
         step = _graphed(step)
     times = []

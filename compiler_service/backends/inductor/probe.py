@@ -12,13 +12,14 @@ from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 from compiler_service.backends.backend import BuiltEngine
+from compiler_service.backends.inductor.exact import Float32, farther_than_rounding
 from compiler_service.export.program import DecoderProgram
 from shared.bindings import INPUT_IDS, LAST_INDEX, POSITION_IDS, WRITE_START, cache_name
 from shared.errors import BuildFailed, UnsupportedModel
 from shared.inductor.files import CONSTANTS_FILE, PACKAGE_DIRECTORY
 from shared.inductor.package import BoundPackage, Package
 from shared.inductor.probe import Run, find_faults, without_positions
-from shared.inductor.sample_step import SampleStep, gather_rows, logits_differ, sample_step, scatter_rows
+from shared.inductor.sample_step import LEAST_COSINE, SampleStep, gather_rows, logits_differ, sample_step, scatter_rows
 from shared.profiles import OptimizationProfile
 
 _HISTORY = 3
@@ -90,7 +91,11 @@ def _compare(
         got = run(step.inputs)
     except RuntimeError as error:
         raise BuildFailed(f"profile {profile} does not run with batch {batch} and query length {query_len}: {error}") from error
-    if difference := logits_differ(got, wanted, step.pools[0].dtype):
+    difference = logits_differ(got, wanted, step.pools[0].dtype)
+    if difference and step.pools[0].dtype is torch.bfloat16:
+        exact = _run_linear(Float32(reference), exported, step, {name: cache.float() for name, cache in caches.items()})
+        difference = farther_than_rounding(got, wanted, exact, LEAST_COSINE[torch.bfloat16])
+    if difference:
         raise BuildFailed(f"profile {profile} with batch {batch} and query length {query_len}: {difference}")
 
 
@@ -107,13 +112,18 @@ def _caches(exported: DecoderProgram, text: SampleStep) -> dict[str, Tensor]:
     return caches
 
 
-def _run_linear(reference: fx.GraphModule, exported: DecoderProgram, step: SampleStep, caches: dict[str, Tensor]) -> Tensor:
+def _run_linear(
+    reference: fx.GraphModule | Float32, exported: DecoderProgram, step: SampleStep, caches: dict[str, Tensor]
+) -> Tensor:
     """Logits; the new keys and values are written into `caches`."""
     tokens = (step.input_ids, step.position_ids, step.write_start, step.last_index)
     given = caches | dict(zip((INPUT_IDS, POSITION_IDS, WRITE_START, LAST_INDEX), tokens, strict=True))
     inputs = [given[binding] for binding in exported.inputs.values()]
-    args, kwargs = pytree.tree_unflatten(inputs, exported.program.call_spec.in_spec)
     with torch.no_grad():
-        logits = reference(*args, **kwargs)
+        if isinstance(reference, Float32):
+            (logits,) = pytree.tree_leaves(reference.run(*inputs, enable_io_processing=False))
+        else:
+            args, kwargs = pytree.tree_unflatten(inputs, exported.program.call_spec.in_spec)
+            logits = reference(*args, **kwargs)
     assert isinstance(logits, Tensor)
     return logits

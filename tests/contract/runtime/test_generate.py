@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 
 import grpc
@@ -31,7 +32,7 @@ async def refused(served, request, code, reason):
 
 async def test_a_stream_is_accepted_deltas_finished_usage(served):
     events = await served.events(generate(PROMPT, request_id="mine"))
-    assert kinds(events) == ["accepted", *["delta"] * 8, "finished", "usage"]
+    assert [kind for kind, _ in itertools.groupby(kinds(events))] == ["accepted", "delta", "finished", "usage"]
     assert events[0].accepted == pb.Accepted(request_id="mine", prompt_tokens=5)
     assert tokens_of(events) == EXPECTED
     assert text_of(events) == " ".join(f"w{token}" for token in EXPECTED)

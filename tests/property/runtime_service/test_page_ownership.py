@@ -89,4 +89,4 @@ def test_a_table_is_the_pages_cells_laid_end_to_end(page_size: int, pages: list[
     slots = [table.slot(Ordinal(o)) for o in range(table.capacity)]
     assert len(set(slots)) == len(slots)
     assert slots == [page * page_size + offset for page, offset in cells]
-    assert table.row(len(pages) + extra) == pages + [0] * extra
+    assert table.row(len(pages) + extra).tolist() == pages + [0] * extra

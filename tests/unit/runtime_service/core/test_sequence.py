@@ -162,3 +162,26 @@ def test_higher_priority_then_earlier_arrival_ranks_first() -> None:
     early, late, urgent = make(), make(), make(priority=5)
     late.arrival, urgent.arrival = 1, 2
     assert sorted([late, urgent, early], key=lambda s: s.rank) == [urgent, early, late]
+
+
+def test_its_last_token_may_arrive_while_it_is_computed_again() -> None:
+    """It was sampled before a preemption, expected by no step, and pages came free again before it was seen."""
+    sequence = make(prompt=4, max_tokens=3)
+    sequence.start()
+    run(sequence, 6)
+    sequence.preempt()
+    sequence.start()
+    sequence.advance(5)
+    sequence.append(9)
+    assert sequence.tokens == [0, 1, 2, 3, 7, 7, 9]
+
+
+def test_a_token_that_others_follow_comes_only_when_those_before_it_are_computed() -> None:
+    sequence = make(prompt=4, max_tokens=4)
+    sequence.start()
+    run(sequence, 6)
+    sequence.preempt()
+    sequence.start()
+    sequence.advance(5)
+    with pytest.raises(AssertionError):
+        sequence.append(9)
