@@ -88,12 +88,11 @@ class TensorRTEngine:
             if rows == list(range(inputs.batch)):
                 return logits
             if gathered is None:
-                gathered = self._no_logits(inputs.batch, pool)
+                gathered = logits.new_zeros(inputs.batch, logits.shape[1])
             gathered.index_copy_(0, upload(torch.tensor(rows), pool.device), logits)
-        return self._no_logits(inputs.batch, pool) if gathered is None else gathered
-
-    def _no_logits(self, batch: int, pool: KVPool) -> Tensor:
-        return torch.zeros(batch, self.manifest.model.vocab_size, device=pool.device)
+        if gathered is None:
+            return torch.zeros(inputs.batch, self.manifest.model.vocab_size, device=pool.device)
+        return gathered
 
     def _over_slots(self, inputs: EngineInputs, pool: KVPool) -> Iterator[_Step]:
         """A launch for each run of neighbouring slots."""

@@ -98,9 +98,9 @@ class Launcher:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it so
         rows = manifest.profiles.max_batch
         self._inputs = torch.empty(0, dtype=torch.int32, device="cuda")
-        self._logits = torch.empty(rows, manifest.model.vocab_size, dtype=torch.float32, device="cuda")
         self._scratch = torch.empty(max(1, plan.device_memory_size_v2), dtype=torch.uint8, device="cuda")
-        self._copies = {b.name: _rows_like(b, rows) for b in manifest.bindings if b.role is Role.OUTPUT and b.name != LOGITS}
+        self._copies = {b.name: _rows_like(b, rows) for b in manifest.bindings if b.role is Role.OUTPUT}
+        self._logits = self._copies.pop(LOGITS)
         self._configs = _make_configs(trt, plan)
         self._contexts: dict[int, ExecutionContext] = {}
         self._graphs: OrderedDict[Launch, _Captured] = OrderedDict()
@@ -265,5 +265,5 @@ def _make_configs(trt: ModuleType, plan: Plan) -> _Configs:
 
 
 def _rows_like(binding: BindingSpec, rows: int) -> Tensor:
-    """Memory for an output that is the copy of a cache, of `rows` rows."""
-    return torch.empty((rows, *binding.shape[1:]), dtype=getattr(torch, binding.dtype), device="cuda")  # type: ignore[arg-type]  # only the first axis of a cache is a profile's
+    """Memory for `rows` rows of an output: the logits, or the copy of a cache."""
+    return torch.empty((rows, *binding.shape[1:]), dtype=getattr(torch, binding.dtype), device="cuda")  # type: ignore[arg-type]  # only the first axis of an output is a profile's
