@@ -14,7 +14,7 @@ from runtime_service.engine.tensorrt import launch
 from runtime_service.engine.tensorrt.engine import TensorRTEngine
 from runtime_service.engine.weights import ModelWeights
 from runtime_service.kv.pool import KVPool
-from shared.bindings import BindingSpec, Role, updated_name
+from shared.bindings import LOGITS, BindingSpec, Role, updated_name
 from shared.errors import EngineIncompatible
 from shared.kv_spec import Layout
 from tests.support.fake_tensorrt import TRT, FakeTorch, TinyPlan
@@ -42,6 +42,7 @@ class Planned:
         plain = self.plan.engine.manifest
         shape = (None, KV_HEADS, plain.cache.max_len, HEAD_DIM)
         outputs = tuple(BindingSpec(updated_name(name), Role.OUTPUT, "float32", shape) for name in self.copied)
+        outputs += (BindingSpec(LOGITS, Role.OUTPUT, "float32", (None, plain.model.vocab_size)),)
         self.manifest = replace(plain, bindings=plain.bindings + outputs)
         launcher = launch.Launcher(TRT, self.plan, self.manifest, {})
         self.engine = TensorRTEngine(self.manifest, launcher, ModelWeights({}), ExitStack(), graphs=self.graphs)
