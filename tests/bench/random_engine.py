@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from runtime_service.engine.weights import ModelWeights
 from shared.inductor.files import CONSTANTS_FILE, PACKAGE_DIRECTORY
 from shared.inductor.package import Package
 from shared.kv_spec import DType, Layout
-from shared.manifest import SCHEMA_VERSION, EngineManifest, ModelFacts
+from tests.support.built_manifest import manifest_of
 
 
 def llama_3_8b(num_layers: int = 32) -> LlamaConfig:
@@ -66,23 +65,7 @@ def build_random_engine(shape: EngineShape, directory: Path) -> tuple[InductorEn
     weights = ModelWeights(random_weights(program, backend.program_device))
     unread = directory / "weights.safetensors"  # a package has its weights beside it
     built = backend.build(program, report, unread, directory, lambda *_: None)
-    manifest = EngineManifest(
-        schema_version=SCHEMA_VERSION,
-        artifact_id="e" * 64,
-        kind="engine",
-        model=_facts(shape, weights.tensors),
-        cache=cache,
-        profiles=program.profiles,
-        bindings=built.bindings,
-        aliases=built.aliases,
-        backend=backend.name,
-        target=built.target,
-        toolchain=built.toolchain,
-        constants=built.constants,
-        proof=report.certificates,
-        key_components={},
-        files=(),
-    )
+    manifest = manifest_of(built, backend.name, program, shape.config, report.certificates)
     constants = load_file(directory / CONSTANTS_FILE, device=backend.program_device)
     constants |= {constant: weights.tensors[name] for constant, name in built.constants.items()}
     bound = Package(directory / PACKAGE_DIRECTORY, backend.program_device).bind(constants)
@@ -98,20 +81,3 @@ def random_weights(program: DecoderProgram, device: str) -> dict[str, Tensor]:
         like = program.program.state_dict[parameter]
         weights[name] = torch.ones_like(like) if like.dim() == 1 else torch.empty_like(like).normal_(0, 0.02, generator=generator)
     return {name: weight.detach() for name, weight in weights.items()}
-
-
-def _facts(shape: EngineShape, weights: Mapping[str, Tensor]) -> ModelFacts:
-    config = shape.config
-    return ModelFacts(
-        model_id="d" * 64,
-        name="random",
-        architecture=config.model_type,
-        vocab_size=config.vocab_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        max_position=config.max_position_embeddings,
-        bos_token_id=None,
-        eos_token_ids=(),
-        weights_dtype=shape.dtype.value,
-        weights_bytes=sum(weight.nbytes for weight in weights.values()),
-    )

@@ -17,8 +17,9 @@ from compiler_service.proof.certificate import ProofReport
 from compiler_service.proof.decoder import prove_decoder
 from compiler_service.publish import certify
 from shared.kv_spec import DType, Layout
-from shared.manifest import SCHEMA_VERSION, EngineManifest, ModelFacts, encode_manifest
+from shared.manifest import EngineManifest, encode_manifest
 from shared.profiles import ProfileSet, parse_profile
+from tests.support.built_manifest import manifest_of
 
 BACKEND = TensorRTBackend.for_targets(Flavour.RTX, ("sm80",))
 
@@ -76,23 +77,8 @@ def build(
     )
     weights = directory / WEIGHTS_FILE
     built = builder.build(lowered.program, lowered.report, weights, directory, lambda fraction, _: done.append(fraction))
-    manifest = EngineManifest(
-        schema_version=SCHEMA_VERSION,
-        artifact_id="0" * 64,
-        kind="engine",
-        model=_facts(config, lowered),
-        cache=lowered.program.cache,
-        profiles=lowered.program.profiles,
-        bindings=built.bindings,
-        aliases=built.aliases,
-        backend=BACKEND.name,
-        target=built.target,
-        toolchain=built.toolchain,
-        constants=built.constants,
-        proof=certify(lowered.report.certificates, built.aliases, backend(lowered.program.cache.layout).alias_of),
-        key_components={},
-        files=(),
-    )
+    proof = certify(lowered.report.certificates, built.aliases, backend(lowered.program.cache.layout).alias_of)
+    manifest = manifest_of(built, BACKEND.name, lowered.program, config, proof)
     (directory / "manifest.json").write_bytes(encode_manifest(manifest))
     return manifest
 
@@ -100,19 +86,3 @@ def build(
 def save_weights(lowered: Lowered, model: PreTrainedModel, path: Path) -> None:
     tensors = model.state_dict()
     save_file({name: tensors[name].clone() for name in set(lowered.program.weights.values())}, path)
-
-
-def _facts(config: PreTrainedConfig, lowered: Lowered) -> ModelFacts:
-    return ModelFacts(
-        model_id="1" * 64,
-        name="tiny",
-        architecture=config.model_type,
-        vocab_size=config.vocab_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        max_position=config.max_position_embeddings,
-        bos_token_id=None,
-        eos_token_ids=(),
-        weights_dtype=lowered.program.cache.group_of(0).dtype.value,
-        weights_bytes=sum(lowered.program.program.state_dict[name].nbytes for name in lowered.program.weights),
-    )
