@@ -9,7 +9,6 @@ Exit code 0: everything holds; 1: something does not.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from runtime_service.engine.tensorrt.probe import find_plan_faults
 from runtime_service.kv.pool import K, V
 from shared.bindings import cache_name
 from shared.manifest import decode_engine_manifest
+from tests.bench.machine import write_json
 from tests.gpu.tensorrt_ahead import check_ahead
 from tests.gpu.tensorrt_engine import JUNK, LEAST_COSINE, Engine, Row
 from tests.gpu.tensorrt_refusals import check_hazards, check_refusals
@@ -268,8 +268,7 @@ def main() -> int:
     failed = sum(not row.holds for row in rows)
     print(f"{len(rows) - failed} of {len(rows)} hold; {torch.cuda.get_device_name()}, torch {torch.__version__}")
     if arguments.json:
-        document = {"device": torch.cuda.get_device_name(), "rows": [vars(row) for row in rows]}
-        arguments.json.write_text(json.dumps(document, indent=1))
+        write_json(arguments.json, [vars(row) for row in rows])
     return 1 if failed else 0
 
 

@@ -25,6 +25,7 @@ from compiler_service.ingest.model import WEIGHTS_FILE
 from compiler_service.ingest.safetensors_writer import write_safetensors
 from shared.manifest import decode_model_manifest
 from shared.pb.quire.v1 import control_pb2
+from tests.bench.machine import write_json
 from tests.e2e.conftest import Generated, Quire, start_quire, stop_quire
 
 
@@ -97,14 +98,14 @@ def main() -> int:
                 request = control_pb2.LoadEngineRequest(artifact_id=artifact.artifact_id, name="smollm2")
                 engine = stub.LoadEngine(request).engine
             load_s = time.monotonic() - began
-            results = serve(quire, expected) | {"load_s": load_s, "pages": engine.num_pages, "device": torch.cuda.get_device_name()}
+            results = serve(quire, expected) | {"load_s": load_s, "pages": engine.num_pages}
         finally:
             status = stop_quire(quire)
             print((data / "services.log").read_text()[-3000:], file=sys.stderr)
     right = results["alone_equal"] == results["batched_equal"] == results["prompts"] and status == 0
     print(json.dumps(results, indent=1))
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+        write_json(options.json, results)
     return 0 if right else 1
 
 
