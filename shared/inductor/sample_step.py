@@ -30,10 +30,13 @@ class SampleStep:
         return [self.input_ids, self.position_ids, self.write_start, self.last_index, self.block_table, *self.pools]
 
     def chunk(self, tokens: slice) -> SampleStep:
-        """The step that feeds only these of the new tokens (`slice` with both bounds), on the same pools."""
+        """The step that feeds only these of the new tokens (`slice` with both bounds), on the same pools.
+
+        Its inputs are memory of their own: at an odd address Inductor's kernels would copy them first, and say so.
+        """
         return SampleStep(
-            input_ids=self.input_ids[:, tokens].contiguous(),
-            position_ids=self.position_ids[:, tokens].contiguous(),
+            input_ids=self.input_ids[:, tokens].clone(memory_format=torch.contiguous_format),
+            position_ids=self.position_ids[:, tokens].clone(memory_format=torch.contiguous_format),
             write_start=self.write_start + tokens.start,
             last_index=torch.full_like(self.last_index, tokens.stop - tokens.start - 1),
             block_table=self.block_table,
