@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from shared.artifacts import local as local_module
+from shared.artifacts.bucket import Bucket
 from shared.artifacts.files import make_durable
 from shared.artifacts.lease import LEASE_TTL_S
 from shared.artifacts.local import LocalStore
@@ -288,8 +289,9 @@ def test_an_open_that_fails_at_its_end_holds_nothing(backend: Backend, monkeypat
         patched.setattr(LocalStore, "_mark_used", fail)
         with pytest.raises(StoreUnavailable):
             store.open(A)
+    put = Bucket.put
     with monkeypatch.context() as patched:
-        patched.setattr(ObjectStore, "_put_time", lambda store, path, _: fail() if path.endswith("/used") else None)
+        patched.setattr(Bucket, "put", lambda bucket, path, source: fail() if path.endswith("/used") else put(bucket, path, source))
         if isinstance(store, ObjectStore):
             with pytest.raises(StoreUnavailable):
                 store.open(A)
