@@ -21,10 +21,13 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from compiler_service.ingest.program_caches import stored_tensor
 from shared.bindings import INPUT_IDS
 
+ROW_AXIS = 0
+"""The axis of a cache whose every index is one sequence."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheDecl:
-    """Where a cache lives in an exported program and what its axes mean.
+    """Where a cache lives in an exported program and which axis holds the cells of a row.
 
     `target` is the qualified name of a buffer, or the name of a user input. `layer` groups the K and V that one attention
     reads. `max_len` is the length of the sequence axis where the program leaves it open.
@@ -33,7 +36,6 @@ class CacheDecl:
     target: str
     layer: int
     max_len: int | None = None
-    row_axis: int = 0
     seq_axis: int = 2
 
 

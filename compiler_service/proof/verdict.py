@@ -21,10 +21,6 @@ class Run:
     length: Linear
     rows: Linear
 
-    @property
-    def start_per_row(self) -> bool:
-        return self.start.varies_along(0)
-
     def agrees(self, other: Run) -> bool:
         """Whether `other`, read from another form of the same program, can be this run.
 

@@ -16,7 +16,7 @@ from compiler_service.proof.algebra import ONE, ZERO
 from compiler_service.proof.evaluate import Values, bind
 from compiler_service.proof.forms import FORMS, Cells, Frame, slice_bounds
 from compiler_service.proof.indices import NotARun, axis_of, node_of
-from compiler_service.proof.program import CacheNodes
+from compiler_service.proof.program import ROW_AXIS, CacheNodes
 from compiler_service.proof.verdict import Proved, Refuted, Run, Unknown, Verdict
 
 
@@ -92,13 +92,13 @@ class _Reader:
     def _frame(self, node: fx.Node, axes: tuple[int, ...]) -> Frame:
         decl = self._cache.decl
         sizes = tuple(self._shape[axis] for axis in axes)
-        return Frame(node=node, sizes=sizes, axes=axes, row=axes.index(decl.row_axis), seq=axes.index(decl.seq_axis))
+        return Frame(node=node, sizes=sizes, axes=axes, row=axes.index(ROW_AXIS), seq=axes.index(decl.seq_axis))
 
     def _checked(self, frame: Frame, cells: Cells) -> Write:
         """The write in the cache's own axes."""
         self._compare_with_update(frame, cells)
         decl = self._cache.decl
-        run = Run(self._name, decl.seq_axis, cells.start, cells.length, self._shape[decl.row_axis])
+        run = Run(self._name, decl.seq_axis, cells.start, cells.length, self._shape[ROW_AXIS])
         return Write(
             node=frame.node,
             form=self.form,

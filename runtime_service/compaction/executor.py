@@ -10,7 +10,6 @@ import torch
 
 from runtime_service.compaction.plan import CompactionPlan
 from runtime_service.kv.pool import KVPool
-from shared.kernels.compaction import cpu
 from shared.kernels.compaction.inputs import RequestRound, RoundInputs
 from shared.kernels.compaction.layout import CacheLayout
 from shared.kernels.compaction.modes import Mode, RowMode
@@ -33,11 +32,10 @@ class RoundExecutor:
             torch.full((max_sequences, pool.spec.max_pages), _UNMAPPED, dtype=torch.int32, device=pool.device) for pool in pools
         ]
         self._bound: dict[tuple[Mode, RowMode], CompactionParams] = {}
-        if self._pools[0].device.type == "cpu":
-            cpu.load()  # here an engine waits to be loaded; in its first round everybody's streams would
+        self._compile_movers()
 
     def prepare(self, mode: Mode, rows: RowMode, keep: int) -> CompactionParams:
-        """What rounds of this kind that keep up to `keep` entries use: allocated, and compiled, when it is first asked for."""
+        """What rounds of this kind that keep up to `keep` entries use: allocated when it is first asked for."""
         keep = min(keep, self._pools[0].spec.max_len)
         bound = self._bound.get((mode, rows))
         if bound is None or bound.inputs.keep_capacity < keep:
@@ -58,6 +56,14 @@ class RoundExecutor:
             for table, of_pool in zip(self._tables, zip(*sequences, strict=True), strict=True):
                 _write_table(table, of_pool)
             compact(bound, bound.inputs.stage([_request_round(*parts) for parts in sequences]))
+
+    def _compile_movers(self) -> None:
+        """Here an engine waits to be loaded; in its first round everybody's streams would. Rows and counts change no kernel."""
+        windows = [window for pool in self._pools for window in pool.spec.windows]
+        least = max(windows, default=1)
+        if least <= self._pools[0].spec.max_len:  # else there are no rounds: they keep windows whole
+            for mode in (Mode.ORDERED,) if windows else Mode:
+                self.prepare(mode, RowMode.UNION, least)
 
     def _bind(self, mode: Mode, rows: RowMode, keep: int) -> CompactionParams:
         target, *draft = (

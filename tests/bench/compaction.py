@@ -31,7 +31,7 @@ from shared.kernels.compaction.moves import hole_filling_moves, ordered_moves
 from shared.kernels.compaction.params import CompactionParams, build_compaction_params, compact
 from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout
 from tests.bench.compaction_share import LLAMA_8B, SMOLLM2, decode_shares
-from tests.bench.machine import write_json
+from tests.bench.machine import copy_bandwidth, write_json
 
 
 @dataclass(frozen=True)
@@ -179,16 +179,9 @@ def graphed(call: Callable[[], None], rounds: int = 1) -> Callable[[], None]:
     return graph.replay
 
 
-def device_copy(device: torch.device) -> float:
-    """Bytes a second, read plus written."""
-    source = torch.empty(4 << 30, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / gpu_seconds(lambda: target.copy_(source))
-
-
 def bench_gpu(sweep: bool) -> dict[str, Any]:
     device = torch.device("cuda", 0)
-    copy = device_copy(device)
+    copy = copy_bandwidth(device)
     print(f"device copy {copy / 1e9:.0f} GB/s")
     results: dict[str, Any] = {"copy_bytes_per_s": copy, "shapes": []}
     seconds: dict[str, float] = {}

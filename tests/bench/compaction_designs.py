@@ -28,8 +28,8 @@ import triton.language as tl
 from shared.kernels.compaction.geometry import byte_view, geometry_of
 from shared.kernels.compaction.triton.move import _keys_of, _rows
 from shared.kernels.compaction.triton.mover import GroupLaunch, Tuning, bind_group
-from tests.bench.compaction import BASE, EIGHT, ONE, Bench, Shape, device_copy, gpu_seconds, graphed
-from tests.bench.machine import write_json
+from tests.bench.compaction import BASE, EIGHT, ONE, Bench, Shape, gpu_seconds, graphed
+from tests.bench.machine import copy_bandwidth, write_json
 
 SHAPES = [BASE, replace(BASE, name="budget 2048 evicting 128", valid_len=2176), ONE]
 
@@ -170,7 +170,7 @@ def _distinct(bench: Bench) -> Bench:
 
 def compare(library: ctypes.CDLL) -> dict[str, Any]:
     device = torch.device("cuda", 0)
-    copy = device_copy(device)
+    copy = copy_bandwidth(device)
     wrong = unlike_walk(library)
     results: dict[str, Any] = {"copy_bytes_per_s": copy, "wrong": wrong, "shapes": {}}
     print(f"device copy {copy / 1e9:.0f} GB/s; designs that move other bytes than walk: {wrong or 'none'}")

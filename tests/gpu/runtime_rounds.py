@@ -9,12 +9,14 @@ import numpy as np
 import torch
 
 from shared.kernels.compaction.modes import Mode, RowMode
+from shared.kernels.compaction.triton.move import split_kernel, walk_kernel
+from shared.kernels.compaction.triton.pack import pack_kernel
 from tests.support.compaction import twins
 
 
 def check_runtime_rounds(device: torch.device) -> Iterator[tuple[str, int]]:
     """The runtime's rounds beside the same on the CPU, with forks, preemption and a draft: the same pools, maps and page lists,
-    without a wait for the device or an allocation on it."""
+    without a wait for the device, an allocation on it, or a kernel to compile."""
     for mode, rows in itertools.product(Mode, RowMode):
         for name, spec in twins.specs(mode).items():
             policy = twins.policy_for(rows, spec)
@@ -22,6 +24,8 @@ def check_runtime_rounds(device: torch.device) -> Iterator[tuple[str, int]]:
                 continue
             drafted = rows is RowMode.UNION
             pair = [twins.Twin(at, spec, policy, mode, drafted) for at in (torch.device("cpu"), device)]
+            compiled = variants()
+            pair[1].compactor.prepare(pair[1].request)
             rng, faults, allocated = np.random.default_rng(6), 0, 0
             for _ in range(300):
                 twins.step(rng, pair)
@@ -32,6 +36,7 @@ def check_runtime_rounds(device: torch.device) -> Iterator[tuple[str, int]]:
             assert pair[0].compactor.evidence.rounds > 10
             yield f"runtime {mode} {rows} {name}", faults
             yield f"runtime {mode} {rows} {name} allocates nothing", allocated
+            yield f"runtime {mode} {rows} {name} compiles nothing", variants() - compiled
 
 
 def unwaited(device: torch.device, twin: twins.Twin) -> int:
@@ -41,6 +46,12 @@ def unwaited(device: torch.device, twin: twins.Twin) -> int:
     twin.compactor.run(twin.due())
     torch.cuda.set_sync_debug_mode("default")
     return allocations(device) - before
+
+
+def variants() -> int:
+    """Kernels compiled so far in this process."""
+    kernels = (pack_kernel, walk_kernel, split_kernel)
+    return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
 
 def allocations(device: torch.device) -> int:

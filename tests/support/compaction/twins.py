@@ -61,7 +61,6 @@ class Twin:
         self.request = GenerationRequest(
             RequestId("r"), "e", tuple(range(17)), SamplingParams(temperature=0.0), StopParams(max_tokens=400), params
         )
-        self.compactor.prepare(self.request)
         self.sequences: list[Sequence] = []
 
     def add(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +13,10 @@ import torch
 from runtime_service.core.evidence import CompactionEvidence
 from runtime_service.core.params import CompactionParams
 from shared.kernels.compaction import cpu
+from shared.kernels.compaction.binding import BoundGroup
 from shared.kernels.compaction.modes import Mode, RowMode
 from shared.kv_spec import DType, LayerGroup
-from tests.support.round_memory import COMPACTION, FULL, Memory, both_layouts
+from tests.support.round_memory import COMPACTION, FULL, SLIDING, Memory, both_layouts
 from tests.support.serving import request
 
 HOLES = replace(COMPACTION, mode=Mode.HOLE_FILLING)
@@ -122,8 +125,9 @@ def test_what_a_request_prepares_is_what_its_rounds_use() -> None:
     """A budget over all that the cache holds, or one that is never outgrown, binds nothing again or at all."""
     memory = Memory("paged")
     bound = memory.compactor._executor._bound
+    loaded = dict(bound)
     memory.compactor.prepare(request([1], 9, compaction=CompactionParams("knorm", 99, 6)))
-    assert bound == {}
+    assert bound == loaded
     memory.compactor.prepare(memory.sequence(11).request)
     (first,) = bound.values()
     memory.compactor.run([memory.sequence(11)])
@@ -144,10 +148,18 @@ def test_a_budget_larger_than_any_before_is_bound_anew() -> None:
     assert memory.rows(long, 2) == [before[o] for o in [*range(4), *range(10, 26)]]
 
 
-def test_the_mover_is_compiled_before_the_first_round_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That takes ten seconds of a machine's first engine, and not of everybody's streams."""
-    loads: list[str] = []
-    load = cpu.load
-    monkeypatch.setattr(cpu, "load", lambda: (loads.append("mover"), load())[1])
-    Memory("paged", groups=ALL_FULL)
-    assert loads == ["mover"]
+@pytest.mark.parametrize(("groups", "modes"), [(ALL_FULL, list(Mode)), ((FULL, SLIDING), [Mode.ORDERED])], ids=["full", "windowed"])
+def test_movers_are_compiled_before_the_first_round_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, groups: tuple[LayerGroup, ...], modes: list[Mode]
+) -> None:
+    """That takes seconds of a machine's first engine, and not of everybody's streams."""
+    bound: list[Mode] = []
+    bind = cpu.bind
+
+    def recorded(groups: tuple[BoundGroup, ...], *rest: Any) -> Callable[[int], None]:
+        bound.extend({group.mode for group in groups})
+        return bind(groups, *rest)
+
+    monkeypatch.setattr(cpu, "bind", recorded)
+    Memory("paged", groups=groups)
+    assert bound == modes

@@ -7,14 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from runtime_service.engine.tensorrt import library
 from runtime_service.engine.tensorrt.read_back import check_plan
 from shared.bindings import AliasedBinding, BindingSpec, Role
 from shared.errors import EngineIncompatible
 from shared.kv_spec import Layout
-from shared.manifest import EngineManifest, Target
+from shared.manifest import Target
 from tests.support.tiny_engine import TinyModel, tiny_manifest
 
 TRT = SimpleNamespace(
@@ -114,48 +112,3 @@ def test_a_plan_that_differs_is_refused_by_field(field_name: str, plan: Plan) ->
         check_plan(TRT, plan, MANIFEST)
     assert caught.value.details["field"] == field_name
     assert caught.value.details["expected"] != caught.value.details["got"]
-
-
-def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: str | None) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(library.importlib.util, "find_spec", lambda _: version and object())
-    monkeypatch.setattr(library, "load_library", lambda _: SimpleNamespace(__version__=version))
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
-def test_rtx_plans_run_on_their_gpu_and_newer_ones(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    on_gpu(monkeypatch, capability, "1.6.1")
-    library.check_host(MANIFEST)
-
-
-DATACENTRE = replace(MANIFEST, backend="tensorrt", toolchain={"tensorrt": "10.1"})
-
-
-@pytest.mark.parametrize(
-    ("manifest", "capability", "version", "field_name", "got"),
-    [
-        (MANIFEST, (7, 5), "1.6.1", "target.compute_capabilities", "sm75"),
-        (MANIFEST, (8, 0), "1.6.2", "toolchain.tensorrt_rtx", "1.6.2"),
-        (MANIFEST, (8, 0), None, "toolchain.tensorrt_rtx", "not installed"),
-        (DATACENTRE, (9, 0), "10.1", "target.compute_capabilities", "sm90"),
-    ],
-)
-def test_what_does_not_fit_this_host_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-    manifest: EngineManifest,
-    capability: tuple[int, int],
-    version: str | None,
-    field_name: str,
-    got: str,
-) -> None:
-    on_gpu(monkeypatch, capability, version)
-    with pytest.raises(EngineIncompatible) as caught:
-        library.check_host(manifest)
-    assert (caught.value.details["field"], caught.value.details["got"]) == (field_name, got)
-
-
-def test_a_host_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(EngineIncompatible, match="without an NVIDIA GPU"):
-        library.check_host(MANIFEST)
