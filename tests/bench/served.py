@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import structlog
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -70,7 +72,8 @@ class Served:
 
 @asynccontextmanager
 async def serve(engine: Engine, data: Path, num_pages: int) -> AsyncIterator[Served]:
-    """`engine` as `bench` from a pool of `num_pages` pages."""
+    """`engine` as `bench` from a pool of `num_pages` pages. Its log is of warnings only: figures are printed beside it."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     store = LocalStore(data / "artifacts")
     words = {f"w{index}": index for index in range(engine.manifest.model.vocab_size)}
     text = Tokenizer(WordLevel(words, unk_token="w0")).to_str().encode()
