@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -237,9 +238,8 @@ def bench_cpu() -> dict[str, Any]:
         }
         if shape == CPU_BASE:
             contestants["torch"] = bench.gather_scatter()
-            compiled, cpu_mover.load_library = cpu_mover.load_library, lambda *_: None
-            contestants["portable"] = bench.round()
-            cpu_mover.load_library = compiled
+            with patch.object(cpu_mover, "load_library", lambda *_: None):
+                contestants["portable"] = bench.round()
         times: dict[str, list[float]] = {name: [] for name in contestants}
         for _ in range(9):
             for name, call in contestants.items():

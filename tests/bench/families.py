@@ -166,9 +166,9 @@ def table(items: Sequence[str]) -> Iterator[tuple[str, str, Fate]]:
             assert child.stdout is not None
             for line in child.stdout:
                 if line.startswith("{"):
-                    yield (*pending.pop(0).split(":"), Fate(**json.loads(line)))  # type: ignore[misc]  # two parts, see above
+                    yield (*pending.pop(0).split(":"), Fate(**json.loads(line)))  # two parts, see above
         if child.returncode and pending:
-            yield (*pending.pop(0).split(":"), Fate(reason=f"the process died with status {child.returncode}"))  # type: ignore[misc]
+            yield (*pending.pop(0).split(":"), Fate(reason=f"the process died with status {child.returncode}"))
 
 
 def markdown(rows: Sequence[tuple[str, str, Fate]]) -> Iterator[str]:

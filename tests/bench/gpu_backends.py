@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from runtime_service.engine.engine import Engine, EngineInputs
+from runtime_service.engine.host import check_host
 from runtime_service.engine.tensorrt.engine import TensorRTEngine, load_plan
-from runtime_service.engine.tensorrt.library import check_host
 from runtime_service.engine.weights import ModelWeights
 from runtime_service.kv.pool import KVPool
 from shared.gpu import compute_capability

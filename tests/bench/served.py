@@ -20,8 +20,8 @@ from tokenizers.models import WordLevel
 
 from runtime_service.__main__ import Runtime
 from runtime_service.config import RuntimeSettings
+from runtime_service.core.load_request import LoadRequest
 from runtime_service.engine.engine import Engine
-from runtime_service.service.engines import LoadRequest
 from runtime_service.session.load import EngineLoad
 from shared.artifacts.local import LocalStore
 from shared.artifacts.store import ArtifactHandle

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shared.kernels.attention import ops, reference
 from shared.kernels.attention.triton import launch
-from shared.kernels.attention.triton.plan import AttendPlan, plan_attend
+from shared.kernels.attention.triton.plan import AttendPlan
 from tests.bench.machine import copy_bandwidth
 from tests.support.attention.cases import TOLERANCE, Case, bits, catalogue, make
 
@@ -295,16 +296,15 @@ def sweep(device: torch.device, bandwidth: float) -> list[dict[str, Any]]:
     rows = []
     for load, plans in SWEEPS.items():
         for plan in plans:
-            launch.plan_attend = lambda plan=plan, **_: plan
             try:
-                row = measure(load, device, bandwidth, compare=False) | {"plan": str(plan)}
+                with patch.object(launch, "plan_attend", lambda plan=plan, **_: plan):
+                    row = measure(load, device, bandwidth, compare=False) | {"plan": str(plan)}
                 print(
                     f"  {load} {plan}: {row['ms']:.4f} ms, {row['of_copy']:.2f} of copy, {row['TFLOP_s']:.0f} TFLOP/s", flush=True
                 )
                 rows.append(row)
             except Exception as error:  # noqa: BLE001 - a plan that does not fit is a result too
                 print(f"  {load} {plan}: {type(error).__name__} {str(error)[:100]}", flush=True)
-    launch.plan_attend = plan_attend
     return rows
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from runtime_service.engine.engine import EngineInputs
+from runtime_service.engine.host import check_host
 from runtime_service.engine.tensorrt.engine import TensorRTEngine, load_plan
-from runtime_service.engine.tensorrt.library import check_host
 from runtime_service.engine.weights import WeightsCache
 from runtime_service.kv.pool import KVPool
 from shared.manifest import EngineManifest, decode_engine_manifest

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from runtime_service.engine.host import check_host
 from runtime_service.engine.tensorrt.engine import load_plan
 from runtime_service.engine.tensorrt.launch import Launch
-from runtime_service.engine.tensorrt.library import check_host, load_library
+from runtime_service.engine.tensorrt.library import load_library
 from runtime_service.kv.pool import K
 from shared.errors import EngineIncompatible, FieldOutOfRange
 from tests.gpu.tensorrt_engine import JUNK, Engine, Row
