@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from compiler_service.ingest.families import FAMILIES, Family
 from compiler_service.ingest.gguf_header import ArrayLength, GgufHeader, GgufTensor, read_gguf_header
-from compiler_service.ingest.model_config import build_config, head_dim
+from compiler_service.ingest.model_config import build_config, check_sizes, head_dim
 from compiler_service.ingest.shapes import EMBEDDING, HEAD, check_layer_count, check_shapes, expected_shapes
 from compiler_service.ingest.tokenizer import token_ids
 from shared.errors import SourceInvalid, UnsupportedModel
@@ -138,9 +138,8 @@ def _config_fields(family: Family, header: GgufHeader) -> dict[str, Any]:
         "rope_parameters": _rope(read),
     }
     # A file without key_length means hidden_size / heads; the families' own defaults may differ, so it is always stated.
-    heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
-    if type(heads) is int and type(hidden) is int and heads > 0:
-        fields["head_dim"] = read.get("attention.key_length") or hidden // heads
+    check_sizes(fields)  # before anything is derived from them
+    fields["head_dim"] = read.get("attention.key_length") or fields["hidden_size"] // fields["num_attention_heads"]
     return fields | (_gemma3(fields, read) if family.gguf_architecture == "gemma3" else {})
 
 

@@ -45,10 +45,7 @@ def build_config(family: Family, fields: Mapping[str, Any]) -> PreTrainedConfig:
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
         if name not in fields:
             raise SourceInvalid(f"the config lacks {name}")
-    for name, cap in CAPS.items():
-        value = fields.get(name)
-        if value is not None and not (type(value) is int and 1 <= value <= cap):
-            raise SourceInvalid(f"{name} must be an integer from 1 to {cap}; the config has {str(value)[:80]!r}")
+    check_sizes(fields)
     try:
         config = family.config(fields)
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
@@ -58,6 +55,14 @@ def build_config(family: Family, fields: Mapping[str, Any]) -> PreTrainedConfig:
     _check_layers(config)
     _check_rope(config)
     return config
+
+
+def check_sizes(fields: Mapping[str, Any]) -> None:
+    """SourceInvalid names a size that is none, or above its cap; one that is not there is not asked for."""
+    for name, cap in CAPS.items():
+        value = fields.get(name)
+        if value is not None and not (type(value) is int and 1 <= value <= cap):
+            raise SourceInvalid(f"{name} must be an integer from 1 to {cap}; the config has {str(value)[:80]!r}")
 
 
 def head_dim(config: PreTrainedConfig) -> int:

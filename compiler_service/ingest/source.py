@@ -12,6 +12,10 @@ from shared.errors import FieldOutOfRange, ModelNotFound, SourceInvalid, UnsafeS
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 """Weight files that can run code when they are read."""
 
+_CANNOT_FOLLOW = (OSError, RuntimeError, ValueError)
+"""For names longer than the file system takes, links that lead back to themselves (a RuntimeError until Python 3.13), and names
+that no file can have."""
+
 
 class SourceKind(StrEnum):
     CHECKPOINT = "checkpoint"
@@ -32,9 +36,15 @@ class Source:
     roots: tuple[Path, ...] | None
 
     def file(self, name: str) -> Path:
-        """The file `name` of a checkpoint directory, or beside a program. SourceInvalid where it leaves the roots."""
+        """The file `name` of a checkpoint directory, or beside a program, whether or not there is one. FieldOutOfRange where it
+        leaves the roots, SourceInvalid for a name or a link that no file system follows, or a directory that may not be read."""
         directory = self.path.parent if self.kind is SourceKind.PROGRAM else self.path
-        return _confine((directory / name).resolve(), self.roots, named=name)
+        try:
+            path = _confine((directory / name).resolve(), self.roots, named=name)
+            path.exists()
+        except _CANNOT_FOLLOW as error:
+            raise SourceInvalid(f"{name[:120]!r} of {self.path.name} is a name, or a link, that this host cannot follow") from error
+        return path
 
 
 def locate(text: str, roots: Sequence[Path] | None) -> Source:
@@ -64,8 +74,7 @@ def _find(text: str, roots: tuple[Path, ...] | None) -> Path:
             path = _confine(candidate.resolve(), roots, named=text)
             if path.exists():
                 return path
-        # Names longer than the file system takes, and links that lead back to themselves (a RuntimeError until Python 3.13).
-        except (OSError, RuntimeError) as error:
+        except _CANNOT_FOLLOW as error:
             raise FieldOutOfRange(f"source must be a path this host can follow; {text[:200]!r}: {error}", field="source") from error
     raise ModelNotFound(f"no file or directory {text[:200]!r} on the compiler's host; nothing is downloaded", field="source")
 

@@ -156,3 +156,25 @@ def test_a_pipe_in_place_of_a_file_keeps_nobody_waiting(tmp_path, name):
         (model / file).write_text("{}")
     os.mkfifo(model / name)
     refused(model)
+
+
+@pytest.mark.parametrize(
+    "shard", ["x\0.safetensors", f"{'x' * 300}.safetensors", "\ud800.safetensors"], ids=["nul", "long", "surrogate"]
+)
+def test_an_index_of_names_that_no_file_has(tmp_path, shard):
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in ("config.json", "tokenizer.json"):
+        (model / file).write_text("{}")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
+    refused(model)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_link_that_leads_back_to_itself(tmp_path, name):
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in {"config.json", "tokenizer.json", "model.safetensors"} - {name}:
+        (model / file).write_text("{}")
+    (model / name).symlink_to(name)
+    refused(model)

@@ -113,6 +113,17 @@ def test_metadata_that_disagrees(tmp_path, metadata, error, message):
         open_gguf(tmp_path / "m.gguf")
 
 
+@pytest.mark.parametrize(
+    "metadata",
+    [{"attention__head_count": 0}, {"attention__head_count": "many"}, {"embedding_length": "x"}, {"attention__key_length": "x"}],
+)
+@pytest.mark.parametrize("layers", [3, 62])
+def test_sizes_that_gemma_derives_others_from(tmp_path, metadata, layers):
+    write_gguf(tmp_path / "m.gguf", "gemma3", block_count=layers, **metadata)
+    with pytest.raises(SourceInvalid, match="must be an integer from 1"):
+        open_gguf(tmp_path / "m.gguf")
+
+
 def test_another_architecture(tmp_path):
     write_gguf(tmp_path / "m.gguf", "llama")
     raw = (tmp_path / "m.gguf").read_bytes()
