@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -104,39 +104,27 @@ def _projects(user: fx.Node, value: fx.Node) -> bool:
 
 
 def _around_softmax(product: fx.Node, operand: fx.Node) -> Iterator[Attention]:
-    softmax = _softmax_after(product)
-    if softmax is not None:
-        yield Attention(softmax, True, product, tuple(_masks_between(product, softmax)))
+    """An attention for each softmax over the product, or for each that weighs it: one without a mask sees everything."""
+    if over := _softmaxes(product.users, lambda node: node.users):
+        yield from (Attention(softmax, True, product, tuple(_masks_between(product, softmax))) for softmax in over)
         return
     weights = [other for other in product.all_input_nodes if other is not operand]
-    softmax = _softmax_before(weights)
-    if softmax is not None:
-        yield Attention(softmax, False, product)
+    yield from (Attention(softmax, False, product) for softmax in _softmaxes(weights, lambda node: node.all_input_nodes))
 
 
-def _softmax_after(product: fx.Node) -> fx.Node | None:
-    pending, seen = [product], {product}
-    while pending:
-        for user in pending.pop().users:
-            if str(user.target) in rules.SOFTMAX:
-                return user
-            if str(user.target) in rules.SCORES and user not in seen:
-                seen.add(user)
-                pending.append(user)
-    return None
-
-
-def _softmax_before(nodes: list[fx.Node]) -> fx.Node | None:
-    pending, seen = list(nodes), set(nodes)
+def _softmaxes(nodes: Iterable[fx.Node], beside: Callable[[fx.Node], Iterable[fx.Node]]) -> list[fx.Node]:
+    """Every softmax that `beside` leads to from `nodes`, themselves included, through scores alone."""
+    pending, found = list(nodes), []
+    seen = set(pending)
     while pending:
         node = pending.pop()
         if str(node.target) in rules.SOFTMAX:
-            return node
-        if str(node.target) in rules.SCORES:
-            fresh = [source for source in node.all_input_nodes if source not in seen]
+            found.append(node)
+        elif str(node.target) in rules.SCORES:
+            fresh = [other for other in beside(node) if other not in seen]
             seen.update(fresh)
             pending += fresh
-    return None
+    return found
 
 
 def _masks_between(product: fx.Node, softmax: fx.Node) -> list[Mask]:
@@ -151,13 +139,17 @@ def _masks_between(product: fx.Node, softmax: fx.Node) -> list[Mask]:
 
 
 def _masks_of(node: fx.Node, product: fx.Node, scores: set[fx.Node]) -> list[Mask]:
-    """The masks of the scores `node`. What might lift a hidden score (a tanh, a bound, a negative factor) ends those before it."""
+    """The masks of the scores `node`, in the order they are put on. What might lift a hidden score (a tanh, a bound, a negative
+    factor) ends those before it."""
     if node is product:
         return []
     name, arguments = str(node.target), bind(node)
     own = [value for value in node.all_input_nodes if value in scores]
-    inherited = [mask for value in own for mask in _masks_of(value, product, scores)]
-    if name in rules.LAYOUT | rules.KEEP_HIDDEN:
+    each = [_masks_of(value, product, scores) for value in own]
+    if name in rules.KEEP_HIDDEN:  # of scores put together, each part is hidden by its own masks alone
+        return [mask for mask in each[0] if all(mask in others for others in each)]
+    inherited = [mask for masks in each for mask in masks]
+    if name in rules.LAYOUT:
         return inherited
     if name in rules.DIFFERENCES:
         return inherited if arguments["self"] in scores and arguments["other"] not in scores else []

@@ -94,7 +94,7 @@ def _masked(program: Program, values: Values, attention: Attention, run: Run) ->
 def read_conditions(program: Program, values: Values, attention: Attention, run: Run) -> list[Seen] | Objection:
     """What the masks of `attention` say, condition by condition; an objection where one follows another start than the write."""
     node, cache = attention.node, values.shape(program.caches[run.cache].old)
-    readable = [bounds for mask in attention.masks if (bounds := visible_where(program, values, mask)) is not None]
+    readable = visible_where(program, values, attention.masks)
     if not readable:
         names = ", ".join(mask.node.name for mask in attention.masks)
         return Unknown(f"the mask {names} is no comparison of cells with start + query", node.name)

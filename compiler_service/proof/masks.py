@@ -7,7 +7,7 @@ holds and very negative where not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -33,12 +33,18 @@ _HIDDEN = -1e4
 """An additive mask hides what it lowers by at least this much (float16 models use numbers near its minimum, -65504)."""
 
 
-def visible_where(program: Program, values: Values, mask: Mask) -> Bounds | None:
-    """The conditions under which `mask` lets a cell be seen; None where they are not of this kind."""
+def visible_where(program: Program, values: Values, masks: Iterable[Mask]) -> list[Bounds]:
+    """The conditions under which each of `masks`, put on in this order, lets a cell be seen, of those that can be read."""
     reader = _Reader(program, values)
-    if mask.filling is not None and not reader.hides(mask.filling):
-        return None
-    return reader.negated(mask.node) if mask.hides else reader.read(mask.node)
+    found: list[Bounds] = []
+    for mask in masks:
+        if mask.filling is not None and not reader.hides(mask.filling):
+            found.clear()  # it gives cells that were hidden before a score to be seen by
+            continue
+        bounds = reader.negated(mask.node) if mask.hides else reader.read(mask.node)
+        if bounds is not None:
+            found.append(bounds)
+    return found
 
 
 class _Reader:

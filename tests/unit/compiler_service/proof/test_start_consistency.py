@@ -131,6 +131,12 @@ def _products_summed(q: Tensor, k: Tensor, v: Tensor, s: Start) -> Tensor:
     return weights.sum(-1)
 
 
+def _two_softmaxes(q: Tensor, k: Tensor, v: Tensor, s: Start) -> Tensor:
+    scores = q @ _repeated(k).transpose(2, 3)
+    bare = torch.softmax(scores * 2, -1)
+    return (bare + torch.softmax(scores + additive(s), -1)) @ _repeated(v)
+
+
 STRAYS: dict[str, tuple[Attend, str, str]] = {
     # name: (attention, verdict, what the reason must say)
     "frozen_attend": (attend(lambda s: torch.zeros(BATCH, dtype=torch.int32)), "refuted", "masks from 0 on"),
@@ -190,6 +196,22 @@ STRAYS: dict[str, tuple[Attend, str, str]] = {
     "capped_after_the_mask": (composed(lambda scores, s: 5 * torch.tanh((scores + additive(s)) / 5)), "refuted", "has no mask"),
     "clamped_after_the_mask": (composed(lambda scores, s: (scores + additive(s)).clamp(-1, 1)), "refuted", "has no mask"),
     "turned_after_the_mask": (composed(lambda scores, s: -1 * (scores + additive(s))), "refuted", "has no mask"),
+    "shown_again": (
+        composed(lambda scores, s: (scores + additive(s)).masked_fill(s.padding, 0.0)),
+        "unknown",
+        "no comparison",
+    ),
+    "shown_again_where": (
+        composed(lambda scores, s: torch.where(s.padding, scores + additive(s), 0.0)),
+        "unknown",
+        "no comparison",
+    ),
+    "some_heads_alone": (
+        composed(lambda scores, s: torch.cat([(scores + additive(s))[:, :2], scores[:, 2:]], 1)),
+        "refuted",
+        "has no mask",
+    ),
+    "one_softmax_of_two": (_two_softmaxes, "refuted", "has no mask"),
     "projected_and_frozen": (
         lambda q, k, v, s: masked(lambda s: s.cells <= s.queries)(
             q, torch.nn.functional.linear(k, s.weight), torch.nn.functional.linear(v, s.weight), s
