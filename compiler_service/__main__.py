@@ -23,6 +23,7 @@ from compiler_service.worker.build_process import Launcher
 from compiler_service.worker.record import AttemptRecord
 from compiler_service.worker.worker import BuildPaths, Worker
 from shared.artifacts.locate import open_store
+from shared.errors import StoreUnavailable
 from shared.jobs.locate import open_queue
 from shared.jobs.queue import JobQueue, QueuePolicy, reclaim_forever
 from shared.pb.quire.v1 import compiler_pb2_grpc
@@ -100,7 +101,10 @@ class Compiler:
 
 
 async def serve(settings: CompilerSettings, policy: QueuePolicy | None = None, launcher: Launcher | None = None) -> None:
-    settings.data_directory.mkdir(parents=True, exist_ok=True)
+    try:
+        settings.data_directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreUnavailable(f"QUIRE_DATA {settings.data_directory} cannot be made: {error}") from error
     queue = await open_queue(settings.queue_location, policy)
     async with AsyncExitStack() as running:
         tracer = running.enter_context(open_tracer("compiler", settings.otlp_endpoint))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import signal
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +33,20 @@ class TlsFiles:
     client_ca: Path | None = None
 
     def credentials(self) -> grpc.ServerCredentials:
-        root = self.client_ca.read_bytes() if self.client_ca else None
-        pair = (self.key.read_bytes(), self.certificate.read_bytes())
+        """FieldOutOfRange for files that cannot be read, are none, or do not belong together: gRPC would only say that it could not
+        listen."""
+        try:
+            root = self.client_ca.read_bytes() if self.client_ca else None
+            pair = (self.key.read_bytes(), self.certificate.read_bytes())
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.certificate, self.key, password="")  # or it asks a terminal for that of an encrypted key
+            if self.client_ca:
+                context.load_verify_locations(self.client_ca)
+        except OSError as error:  # ssl's errors are such
+            raise FieldOutOfRange(
+                f"TLS needs a certificate, its unencrypted key and, if given, the clients' CA as PEM files: {error}",
+                field="tls_certificate",
+            ) from error
         return grpc.ssl_server_credentials([pair], root_certificates=root, require_client_auth=root is not None)
 
 

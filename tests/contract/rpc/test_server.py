@@ -151,6 +151,17 @@ def test_loopback_is_fine(where):
     servers.ServerOptions(where)
 
 
+@pytest.mark.parametrize("file", [None, b"", b"-----BEGIN CERTIFICATE-----\nnone\n-----END CERTIFICATE-----\n"])
+async def test_tls_files_that_are_none_are_a_typed_error(tmp_path, file):
+    if file is not None:
+        (tmp_path / "tls.pem").write_bytes(file)
+    tls = servers.TlsFiles(tmp_path / "tls.pem", tmp_path / "tls.pem")
+    server = servers.Server(servers.ServerOptions("127.0.0.1:0", tls=tls), [])
+    with pytest.raises(errors.FieldOutOfRange, match="as PEM files"):
+        await server.start()
+    await server.stop(0)
+
+
 async def test_an_address_in_use_is_a_typed_error(address):
     server = servers.Server(servers.ServerOptions(address[0]), [])
     with pytest.raises(errors.FieldOutOfRange, match="in use"):
