@@ -42,9 +42,6 @@ SERVICES = ("quire.v1.Inference", "quire.v1.Control")
 TOKENISING_THREADS = 2
 LOADING_THREADS = 32
 """So many calls may load and unload engines, or wait for a load or unload of the same name, before others wait for one of them."""
-SWITCH_INTERVAL_S = 0.0005
-"""The serving loop lets go of the interpreter whenever torch works, and wants it back at once. By default the thread that answers
-calls may keep it for 5 ms, a third of a step (tests/bench/host_cost.py)."""
 LAST_WORDS_S = 5.0
 """After the drain streams get so long to hand over their last events."""
 
@@ -72,7 +69,6 @@ class Runtime:
         if self.metrics is not None:
             self.metrics.start()
         self.address = await self.server.start()
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.loop.start()
         self._health = asyncio.create_task(report_health(self.server, self.loop, self.engines, self._settings.hang_after_s))
         self._starting = asyncio.create_task(asyncio.to_thread(self.engines.start))
