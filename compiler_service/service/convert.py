@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -10,7 +11,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from compiler_service.spec import CompileSpec, decode_spec, profile_set
 from shared.artifacts.store import ArtifactInfo
 from shared.compatibility import Compatibility, Device, Level
-from shared.errors import FieldOutOfRange
+from shared.errors import ArtifactCorrupt, FieldOutOfRange
 from shared.jobs.job import Job, JobError, JobEvent, JobLimits, JobState
 from shared.kv_spec import Layout
 from shared.manifest import EngineManifest, FileEntry, ModelManifest, WriteCertificate
@@ -24,6 +25,7 @@ MAX_LISTED = 64
 """Profiles, and targets, of one spec."""
 _PROFILE_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _Word = TypeVar("_Word")
+_Number = TypeVar("_Number")
 
 _LEVELS = {
     Level.OPTIMAL: compiler_pb2.COMPATIBILITY_OPTIMAL,
@@ -172,8 +174,9 @@ def state_from(value: int) -> JobState:
 
 
 def stage_value(stage: str) -> compiler_pb2.BuildStage.ValueType:
-    """Unspecified before the first stage."""
-    return compiler_pb2.BuildStage.Value(f"BUILD_STAGE_{stage.upper()}") if stage else compiler_pb2.BUILD_STAGE_UNSPECIFIED
+    """Unspecified before the first stage, and in one that another version's worker has."""
+    number = compiler_pb2.BuildStage.DESCRIPTOR.values_by_name.get(f"BUILD_STAGE_{stage.upper()}")
+    return compiler_pb2.BUILD_STAGE_UNSPECIFIED if number is None else compiler_pb2.BuildStage.ValueType(number.number)
 
 
 def timestamp(seconds: float | None) -> Timestamp | None:
@@ -201,16 +204,24 @@ def proof_message(certificate: WriteCertificate) -> common_pb2.CacheProof:
     )
 
 
+def _number(words: Mapping[_Word, _Number], word: _Word) -> _Number:
+    """A word of a manifest as the wire has it; ArtifactCorrupt for one that only another version knows."""
+    if word not in words:
+        raise ArtifactCorrupt(f"a manifest of this version has {', '.join(map(str, words))}; this one has {str(word)[:80]!r}")
+    return words[word]
+
+
 def engine_message(info: ArtifactInfo, manifest: EngineManifest, manifest_json: bytes) -> compiler_pb2.Artifact:
+    """ArtifactCorrupt as for `model_message`."""
     cache = manifest.cache
     return compiler_pb2.Artifact(
         artifact_id=info.artifact_id,
         kind=info.kind,
         model_name=manifest.model.name,
         model_id=manifest.model.model_id,
-        backend=BACKENDS[manifest.backend],
+        backend=_number(BACKENDS, manifest.backend),
         layout=LAYOUTS[cache.layout],
-        dtype=DTYPES[cache.groups[0].dtype.value],
+        dtype=_number(DTYPES, cache.groups[0].dtype.value),
         max_len=cache.max_len,
         page_size=cache.page_size,
         profiles=[profile_message(profile) for profile in manifest.profiles.profiles],
@@ -223,13 +234,14 @@ def engine_message(info: ArtifactInfo, manifest: EngineManifest, manifest_json: 
 
 
 def model_message(info: ArtifactInfo, manifest: ModelManifest, manifest_json: bytes) -> compiler_pb2.Artifact:
+    """ArtifactCorrupt where the manifest has a word that the wire has not."""
     facts = manifest.facts
     return compiler_pb2.Artifact(
         artifact_id=info.artifact_id,
         kind=info.kind,
         model_name=facts.name,
         model_id=facts.model_id,
-        dtype=DTYPES[facts.weights_dtype],
+        dtype=_number(DTYPES, facts.weights_dtype),
         files=_file_messages(manifest.files),
         size_bytes=info.size_bytes,
         published_at=timestamp(info.published_s),

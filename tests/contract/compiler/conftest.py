@@ -111,17 +111,16 @@ class Client:
             model = ModelManifest(SCHEMA_VERSION, model_id, "model", facts, (FileEntry("weights.bin", EMPTY_SHA256, 0),))
             self._publish(model_id, "weights.bin", encode_manifest(model))
         toolchain = {"torch": "2.14.1", "ops": "abc"}
-        engine = dataclasses.replace(
-            base,
-            artifact_id=artifact_id,
-            model=facts,
-            backend="inductor",
-            files=files,
-            toolchain=toolchain,
-            key_components=components or {},
-            target=Target("cpu", ("avx2",), ()),
-            **(fields or {}),
-        )
+        own = {
+            "artifact_id": artifact_id,
+            "model": facts,
+            "backend": "inductor",
+            "files": files,
+            "toolchain": toolchain,
+            "key_components": components or {},
+            "target": Target("cpu", ("avx2",), ()),
+        }
+        engine = dataclasses.replace(base, **own | (fields or {}))
         self._publish(artifact_id, "engine.bin", encode_manifest(engine))
 
     def _publish(self, artifact_id: str, name: str, manifest: bytes) -> None:

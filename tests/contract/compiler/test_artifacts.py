@@ -91,11 +91,12 @@ async def test_a_damaged_manifest_can_be_listed_and_deleted(client):
     assert not client.store.contains(ENGINE_ID)
 
 
-async def test_a_listing_goes_on_past_what_another_version_wrote_or_what_is_removed_meanwhile(client, monkeypatch):
+@pytest.mark.parametrize("fields", [{"schema_version": 99}, {"backend": "another"}])
+async def test_a_listing_goes_on_past_what_another_version_wrote_or_what_is_removed_meanwhile(client, monkeypatch, fields):
     gone, other = "1" * 64, "2" * 64
     client.publish()
     client.publish(gone)
-    client.publish(other, fields={"schema_version": 99})
+    client.publish(other, fields=fields)
     genuine = LocalStore.manifest
 
     def manifest(store, artifact_id):

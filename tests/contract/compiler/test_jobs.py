@@ -165,6 +165,14 @@ async def test_a_job_whose_spec_another_version_wrote_is_listed_with_the_others(
     assert [(job.job_id, job.spec.source) for job in listed] == [(created.job_id, "m"), (ended.job_id, "")]
 
 
+async def test_a_job_in_a_stage_of_another_versions_worker_is_watched_and_listed(client):
+    job_id = (await client.create(client.spec(client.source(report=[["quantise", 0.0, "4 bits"]])))).job.job_id
+    events = await client.events(job_id)
+    assert [event.stage for event in events if event.message == "4 bits"] == [pb.BUILD_STAGE_UNSPECIFIED]
+    (listed,) = (await client.stub.ListCompileJobs(pb.ListCompileJobsRequest())).jobs
+    assert (listed.state, listed.stage) == (pb.JOB_STATE_SUCCEEDED, pb.BUILD_STAGE_UNSPECIFIED)
+
+
 @pytest.mark.parametrize("verb", ["GetCompileJob", "CancelCompileJob", "RetryCompileJob", "WatchCompileJob"])
 async def test_jobs_that_do_not_exist(client, verb):
     request = getattr(pb, f"{verb}Request")
