@@ -4,7 +4,7 @@ can take its place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,7 +99,7 @@ def _require_repeated_heads(cache: str, write: Write, attention: Attention) -> N
     )
 
 
-def _moved(node: fx.Node, contents: frozenset[fx.Node], numbers: Tensor) -> Tensor | None:
+def _moved(node: fx.Node, contents: Collection[fx.Node], numbers: Tensor) -> Tensor | None:
     """What `node` makes of `numbers` in the place of the cache's content; None where it is not made by moving it."""
     if node in contents:
         return numbers

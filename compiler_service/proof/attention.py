@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 
-from compiler_service.proof import rules
+from compiler_service.proof import places, rules
 from compiler_service.proof.evaluate import bind
+from compiler_service.proof.places import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,34 +42,39 @@ class Attention:
     is_known: bool = True
 
 
-def attentions_over(contents: Iterable[fx.Node]) -> list[Attention]:
-    """Every attention that reads a cache after its write (`contents` hold it), straight or through views, repeats and scaling."""
+def attentions_over(contents: Mapping[fx.Node, Place]) -> list[Attention]:
+    """Every attention that reads a cache after its write (`contents` hold it), straight or through views, repeats and scaling.
+
+    One that reads its cells in another order than the cache has them is not known.
+    """
     found = []
-    for consumer, operand in _consumers(contents):
+    for consumer, operand, place in _consumers(contents):
         name = str(consumer.target)
-        arguments = bind(consumer)
-        if name == rules.ATTEND:
+        arguments = bind(consumer) if isinstance(consumer.target, torch._ops.OpOverload) else {}
+        if name == rules.ATTEND and places.holds_cells(place, 2):
             query = arguments["q"]
             assert isinstance(query, fx.Node)
             found.append(Attention(consumer, arguments["k_cache"] is operand, query))
-        elif name in rules.SDPA:
+        elif name in rules.SDPA and places.holds_cells(place, -2):
             query, mask = arguments["query"], arguments.get("attn_mask", arguments.get("attn_bias"))
             assert isinstance(query, fx.Node)
             masks = (Mask(mask),) if isinstance(mask, fx.Node) else ()
             found.append(Attention(consumer, arguments["key"] is operand, query, masks, bool(arguments.get("is_causal"))))
-        elif name in rules.MATMUL and (around := list(_around_softmax(consumer, operand))):
+        elif name in rules.MATMUL and (around := _around_softmax(consumer, operand, place)):
             found += around
-        elif name in rules.MATMUL or rules.may_attend(name) or _weighs(consumer):
+        elif name in rules.MATMUL or rules.may_attend(name) or _weighs(consumer, products=_passes(consumer, operand)):
             found.append(Attention(consumer, True, consumer, is_known=False))
     return found
 
 
-def _weighs(consumer: fx.Node) -> bool:
-    """Whether a reader that is no product makes weights all the same: it is an exponential, or one comes after it."""
+def _weighs(consumer: fx.Node, *, products: bool) -> bool:
+    """Whether a reader that is no attention makes weights all the same: it is an exponential, or one follows; with `products`,
+    or what it makes gets into a product."""
     pending, seen = [consumer], {consumer}
     while pending:
         node = pending.pop()
-        if str(node.target) in rules.WEIGHTS:
+        name = str(node.target)
+        if name in rules.WEIGHTS or (products and node.op == "call_function" and (name in rules.MATMUL or rules.may_attend(name))):
             return True
         fresh = [user for user in node.users if user not in seen]
         seen.update(fresh)
@@ -76,20 +82,25 @@ def _weighs(consumer: fx.Node) -> bool:
     return False
 
 
-def _consumers(contents: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(reader, the operand it reads) for whoever reads `contents` once layout, scaling and projections are looked through."""
-    pending, seen = list(contents), set(contents)
+def _consumers(contents: Mapping[fx.Node, Place]) -> Iterator[tuple[fx.Node, fx.Node, Place]]:
+    """(reader, the operand it reads, where that has rows and cells) for whoever reads `contents` once layout, scaling and
+    projections are looked through. One of these is a reader itself where it leaves rows and cells in no order."""
+    pending, found = list(contents), dict(contents)
     while pending:
         value = pending.pop()
         for user in value.users:
             if user.op != "call_function" or str(user.target) in rules.METADATA:
                 continue
-            passes = str(user.target) in rules.SCORES | rules.PARTS or _projects(user, value)
-            if not passes:
-                yield user, value
-            elif user not in seen:
-                seen.add(user)
+            place = places.through(user, value, found[value]) if _passes(user, value) else None
+            if place is None or found.get(user, place) != place:
+                yield user, value, found[value]
+            elif user not in found:
+                found[user] = place
                 pending.append(user)
+
+
+def _passes(user: fx.Node, value: fx.Node) -> bool:
+    return str(user.target) in rules.SCORES | rules.PARTS or _projects(user, value)
 
 
 def _projects(user: fx.Node, value: fx.Node) -> bool:
@@ -103,13 +114,41 @@ def _projects(user: fx.Node, value: fx.Node) -> bool:
     return rows is value and isinstance(weight, fx.Node) and weight.op == "placeholder"
 
 
-def _around_softmax(product: fx.Node, operand: fx.Node) -> Iterator[Attention]:
-    """An attention for each softmax over the product, or for each that weighs it: one without a mask sees everything."""
+def _around_softmax(product: fx.Node, operand: fx.Node, place: Place) -> list[Attention]:
+    """An attention for each softmax over the product, or for each that weighs it: one without a mask sees everything. None at all
+    where the cells are not in their order all the way."""
     if over := _softmaxes(product.users, lambda node: node.users):
-        yield from (Attention(softmax, True, product, tuple(_masks_between(product, softmax))) for softmax in over)
-        return
-    weights = [other for other in product.all_input_nodes if other is not operand]
-    yield from (Attention(softmax, False, product) for softmax in _softmaxes(weights, lambda node: node.all_input_nodes))
+        first = places.of_scores(product, operand, place)
+        scores = {} if first is None else _in_order(product, first)
+        straight = [bind(softmax)["self"] for softmax in over]
+        if not all(isinstance(last, fx.Node) and last in scores and places.lies_straight(scores[last]) for last in straight):
+            return []
+        return [Attention(softmax, True, product, tuple(_masks_between(product, softmax, scores))) for softmax in over]
+    weights = places.weighs(product, operand, place)
+    if weights is None:
+        return []
+    over = _softmaxes([weights], lambda node: node.all_input_nodes)
+    for softmax in over:
+        reached = _in_order(softmax, places.of_weights(softmax, places.cells_of(place)))
+        if weights not in reached or not places.holds_cells(reached[weights], -1):
+            return []
+    return [Attention(softmax, False, product) for softmax in over]
+
+
+def _in_order(first: fx.Node, place: Place) -> dict[fx.Node, Place]:
+    """`first` and all scores made of it that have queries and cells in their order still."""
+    pending, found = [first], {first: place}
+    while pending:
+        value = pending.pop()
+        for user in value.users:
+            if (
+                str(user.target) in rules.SCORES
+                and user not in found
+                and (at := places.through(user, value, found[value])) is not None
+            ):
+                found[user] = at
+                pending.append(user)
+    return found
 
 
 def _softmaxes(nodes: Iterable[fx.Node], beside: Callable[[fx.Node], Iterable[fx.Node]]) -> list[fx.Node]:
@@ -127,18 +166,13 @@ def _softmaxes(nodes: Iterable[fx.Node], beside: Callable[[fx.Node], Iterable[fx
     return found
 
 
-def _masks_between(product: fx.Node, softmax: fx.Node) -> list[Mask]:
+def _masks_between(product: fx.Node, softmax: fx.Node, scores: Mapping[fx.Node, Place]) -> list[Mask]:
     """What hides cells on the way from the product to the softmax."""
-    scores, pending = {product}, [product]
-    while pending:
-        fresh = [user for user in pending.pop().users if str(user.target) in rules.SCORES and user not in scores]
-        scores.update(fresh)
-        pending += fresh
     last = bind(softmax)["self"]
     return _masks_of(last, product, scores) if isinstance(last, fx.Node) else []
 
 
-def _masks_of(node: fx.Node, product: fx.Node, scores: set[fx.Node]) -> list[Mask]:
+def _masks_of(node: fx.Node, product: fx.Node, scores: Mapping[fx.Node, Place]) -> list[Mask]:
     """The masks of the scores `node`, in the order they are put on. What might lift a hidden score (a tanh, a bound, a negative
     factor) ends those before it."""
     if node is product:
@@ -151,6 +185,8 @@ def _masks_of(node: fx.Node, product: fx.Node, scores: set[fx.Node]) -> list[Mas
     inherited = [mask for masks in each for mask in masks]
     if name in rules.LAYOUT:
         return inherited
+    if not places.lies_straight(scores[node]):
+        return []
     if name in rules.DIFFERENCES:
         return inherited if arguments["self"] in scores and arguments["other"] not in scores else []
     if name in rules.FACTORS:

@@ -56,7 +56,7 @@ def find_hazard(program: Program, name: str, cache: CacheNodes, write: Write) ->
     for reader in old_readers(cache, write):
         told = f"{reader.name} reads {name} as it was before the write; in place it would read the new content"
         return Refuted(told, reader.name)
-    if not new_readers(write) and not write.contents.intersection(program.outputs):
+    if not new_readers(write) and not set(write.contents).intersection(program.outputs):
         return Refuted(f"nothing reads {name} after the write: its attention uses something else", write.node.name)
     return None
 

@@ -104,9 +104,12 @@ class _Reader:
         return None if bound is None else _each((Bound(bound),), lambda grid: algebra.broadcast(grid, self._values.shape(node)))
 
     def _one_chunk(self, node: fx.Node, arguments: dict[str, object]) -> Bounds | None:
-        """`x // n == y // n`."""
+        """`x // n == y // n`, one of them the cells: chunks that begin within the cache would part what the last query sees."""
         left, right = self._quotient(arguments["self"]), self._quotient(arguments["other"])
         if left is None or right is None or left[1] != right[1]:
+            return None
+        cells = left[0] if left[0].steps[-1:] not in ((), (0,)) else right[0]
+        if cells.base != algebra.ZERO:
             return None
         difference = algebra.add(left[0], right[0], -1)
         difference = difference and algebra.broadcast(difference, self._values.shape(node))

@@ -6,16 +6,17 @@ The value written back is followed to the operator that makes it out of the cach
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import fx
 
-from compiler_service.proof import rules
+from compiler_service.proof import places, rules
 from compiler_service.proof.algebra import ONE, ZERO
 from compiler_service.proof.evaluate import Values, bind
 from compiler_service.proof.forms import FORMS, Cells, Frame, slice_bounds
 from compiler_service.proof.indices import NotARun, axis_of, node_of
+from compiler_service.proof.places import Kind, Place
 from compiler_service.proof.program import ROW_AXIS, CacheNodes
 from compiler_service.proof.verdict import Proved, Refuted, Run, Unknown, Verdict
 
@@ -26,7 +27,8 @@ class Write:
 
     `node` makes the new content, as the form `form`, from the rows of `update`: the update's axis `update_axes[a]` runs along
     the cache's axis `a` (None: the update has no such axis, one cell is written). `path` holds the nodes whose destination
-    may be a view of the old content because they are the write; `contents` those that hold the new one.
+    may be a view of the old content because they are the write; `contents` those that hold the new one, and where in each
+    its rows and cells lie.
     """
 
     node: fx.Node
@@ -35,7 +37,7 @@ class Write:
     update: fx.Node | None = None
     update_axes: tuple[int | None, ...] = ()
     path: frozenset[fx.Node] = frozenset()
-    contents: frozenset[fx.Node] = frozenset()
+    contents: Mapping[fx.Node, Place] = field(default_factory=dict)
 
 
 def read_write(values: Values, name: str, cache: CacheNodes) -> Write:
@@ -56,13 +58,14 @@ class _Reader:
         self._cache = cache
         self._shape = values.shape(cache.old)
         self._path: set[fx.Node] = set()
-        self._contents: set[fx.Node] = set()
+        self._contents: dict[fx.Node, tuple[int, ...]] = {}
         self.node = cache.new or cache.old
         self.form = "none"
 
     def read(self, new: fx.Node) -> Write:
         moved, outer = self._under_axis_moves(new)
-        node = self.node = self._under_wrappers(moved)
+        axes = tuple(outer.index(axis) for axis in range(len(outer)))
+        node = self.node = self._under_wrappers(moved, axes)
         if _op(node) not in rules.WRITES:
             return self._overwritten(new)
         self.form = rules.WRITES[_op(node)]
@@ -70,7 +73,7 @@ class _Reader:
         if tuple(axes[axis] for axis in outer) != tuple(range(len(axes))):
             raise NotARun(Unknown(f"the new content of {self._name} has its axes in another order than the cache", new.name))
         self._path.add(node)
-        self._contents |= {node, new}
+        self._contents[node] = axes
         frame = self._frame(node, axes)
         cells = FORMS[self.form](self._values, frame, bind(node))
         if cells.axis != frame.seq:
@@ -85,7 +88,7 @@ class _Reader:
             raise NotARun(Unknown(told, self.node.name))
         self.node, self.form = new, "copy"
         self._path.clear()
-        self._contents = {new}
+        self._contents = {new: tuple(range(len(self._shape)))}
         frame = self._frame(new, tuple(range(len(self._shape))))
         return self._checked(frame, Cells(frame.seq, ZERO, self._shape[frame.seq], new, tuple(range(frame.rank))))
 
@@ -106,8 +109,14 @@ class _Reader:
             update=cells.update,
             update_axes=tuple(cells.update_axes[frame.axes.index(axis)] for axis in range(frame.rank)),
             path=frozenset(self._path),
-            contents=frozenset(self._contents),
+            contents={
+                node: places.of_kinds(node.meta["val"], [self._kind(axis) for axis in axes])
+                for node, axes in self._contents.items()
+            },
         )
+
+    def _kind(self, axis: int) -> Kind | None:
+        return {ROW_AXIS: Kind.ROW, self._cache.decl.seq_axis: Kind.CELL}.get(axis)
 
     def _compare_with_update(self, frame: Frame, cells: Cells) -> None:
         """Update and cache have one dtype, the same sizes, fixed but for the rows, and the update exactly the run's length."""
@@ -135,13 +144,13 @@ class _Reader:
         """The node under moved axes (and copies of the outcome), and for each axis of the outer value the axis of that node."""
         order = tuple(range(len(self._shape)))
         while _op(node) in rules.WHOLE_VIEWS | rules.CLONES:
+            self._contents[node] = tuple(order.index(axis) for axis in range(len(order)))
             order = _through(node, order)
-            self._contents.add(node)
             node = node_of(bind(node)["self"])
         return node, order
 
-    def _under_wrappers(self, node: fx.Node) -> fx.Node:
-        """The write inside a write-back of the whole cache, or inside slices over whole axes."""
+    def _under_wrappers(self, node: fx.Node, axes: tuple[int, ...]) -> fx.Node:
+        """The write inside a write-back of the whole cache, or in slices over whole axes; `axes` are the cache's behind theirs."""
         while _op(node) == rules.COPY or (rules.WRITES.get(_op(node)) == "slice_scatter" and self._spans_axis(node)):
             inner = node_of(bind(node)["src"])
             if _op(inner) not in rules.WRITES or not self._leads_to_cache(destination_of(inner)):
@@ -149,7 +158,7 @@ class _Reader:
             self._same_dtype(inner)
             self._axes_of(destination_of(node))
             self._path.add(node)
-            self._contents.add(node)
+            self._contents[node] = axes
             node = inner
         return node
 
