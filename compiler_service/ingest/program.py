@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from compiler_service.ingest.checkpoint_files import source_files
 from compiler_service.ingest.program_archive import ProgramArchive
 from compiler_service.ingest.program_caches import LayerCaches, cache_values, find_caches
-from compiler_service.ingest.program_graph import read_program
+from compiler_service.ingest.program_graph import read_program, readable
 from compiler_service.ingest.source import Source
 from shared.errors import FieldOutOfRange, UnsupportedModel
 from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout
@@ -88,15 +88,16 @@ def open_program(source: Source) -> ProgramModel:
     UnsafeSource, SourceInvalid and UnsupportedModel as the parts of the reading say.
     """
     path, tokenizer = source_files(source)
-    program = read_program(ProgramArchive(path)).run_decompositions({})
-    layers = find_caches(program)
-    parameters = {
-        str(spec.target): program.state_dict[str(spec.target)]
-        for spec in program.graph_signature.input_specs
-        if spec.kind is InputKind.PARAMETER
-    }
-    shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
-    return ProgramModel(source.path.name, _facts(program, layers), program, layers, shapes, parameters, tokenizer)
+    with readable(path.name):  # all of it: a graph that torch reads may still be none that it decomposes
+        program = read_program(ProgramArchive(path)).run_decompositions({})
+        layers = find_caches(program)
+        parameters = {
+            str(spec.target): program.state_dict[str(spec.target)]
+            for spec in program.graph_signature.input_specs
+            if spec.kind is InputKind.PARAMETER
+        }
+        shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+        return ProgramModel(source.path.name, _facts(program, layers), program, layers, shapes, parameters, tokenizer)
 
 
 def _facts(program: ExportedProgram, layers: tuple[LayerCaches, ...]) -> PreTrainedConfig:

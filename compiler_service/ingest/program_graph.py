@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._export.serde import schema
 from torch._export.serde.serialize import ExportedProgramDeserializer, SerializeError, _dict_to_dataclass
+from torch._export.verifier import SpecViolationError
 from torch.export import ExportedProgram
 
 from compiler_service.ingest.program_archive import Payload, ProgramArchive
@@ -72,6 +74,7 @@ _TREES = frozenset({None, "builtins.list", "builtins.tuple", "builtins.dict"})
 _MOST_NODES = 1 << 20
 _HOSTILE = (
     SerializeError,
+    SpecViolationError,
     KeyError,
     TypeError,
     ValueError,
@@ -92,12 +95,18 @@ def read_program(archive: ProgramArchive) -> ExportedProgram:
     load_ops()
     fields = _confined(archive.graph)
     parameters, constants = _by_place(archive.payloads, fields)
-    try:
+    with readable(archive.path.name):
         graph = _dict_to_dataclass(schema.ExportedProgram, fields)  # type: ignore[no-untyped-call]  # torch leaves it so
-        program = ExportedProgramDeserializer().deserialize(graph, parameters, constants, None)
+        return ExportedProgramDeserializer().deserialize(graph, parameters, constants, None)
+
+
+@contextmanager
+def readable(name: str) -> Iterator[None]:
+    """SourceInvalid for whatever torch, or our own reading, makes of an archive that torch has not written."""
+    try:
+        yield
     except _HOSTILE as error:
-        raise SourceInvalid(f"{archive.path.name} holds no program this torch ({torch.__version__}) reads: {error}") from error
-    return program
+        raise SourceInvalid(f"{name} holds no program this torch ({torch.__version__}) reads: {error}") from error
 
 
 def _confined(graph: dict[str, Any]) -> dict[str, Any]:

@@ -168,6 +168,22 @@ def beyond(fields: dict[str, Any]) -> None:
         meta["tensor_meta"]["strides"] = [{"as_int": 1}]
 
 
+def described(**changes: object) -> Callable[[dict[str, Any]], None]:
+    """Every tensor of an archive, told otherwise."""
+
+    def edit(fields: dict[str, Any]) -> None:
+        for meta in fields["config"].values():
+            meta["tensor_meta"].update(changes)
+
+    return edit
+
+
+def misnamed(fields: dict[str, Any]) -> None:
+    inputs = fields["graph_module"]["graph"]["inputs"]
+    next(part for part in inputs if "as_tensor" in part)["as_tensor"]["name"] = "another"
+
+
+ONE, NONE = {"as_int": 1}, {"as_int": 0}
 HOSTILE: dict[str, tuple[Callable[[str, bytes], bytes], type[QuireError], str]] = {
     "an operator from elsewhere": (edited(call("torch.hub.load")), UnsupportedModel, "torch.hub.load"),
     "an operator by attributes": (edited(call("torch.ops.aten.__class__.mro")), SourceInvalid, "no program"),
@@ -178,6 +194,11 @@ HOSTILE: dict[str, tuple[Callable[[str, bytes], bytes], type[QuireError], str]] 
     "weights to be unpickled": (edited(pickled, "weights_config.json"), UnsafeSource, "embed.weight is a pickle"),
     "constants to be unpickled": (edited(pickled, "constants_config.json"), UnsafeSource, "is a pickle"),
     "weights beyond the file": (edited(beyond, "weights_config.json"), SourceInvalid, "its record has 4800"),
+    "a type that is none": (edited(described(dtype={}), "weights_config.json"), SourceInvalid, "no program"),
+    "integers for weights": (edited(described(dtype=2), "weights_config.json"), SourceInvalid, "no program"),
+    "more sizes than strides": (edited(described(sizes=[ONE], strides=[]), "weights_config.json"), SourceInvalid, "no program"),
+    "weights of nothing": (edited(described(sizes=[NONE], strides=[ONE]), "weights_config.json"), SourceInvalid, "no program"),
+    "an input of another name": (edited(misnamed), SourceInvalid, "no program"),
     "a graph of nothing": (edited(lambda f: f.update(graph_module=[])), SourceInvalid, "graph_module"),
 }
 
