@@ -37,9 +37,8 @@ def read_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
 
 def tokenizer_of_gguf(path: Path) -> Tokenizer:
     """The tokenizer a checked GGUF file describes. SourceInvalid where its vocabulary does not make one."""
-    try:
+    # What a vocabulary that is none makes the libraries raise is a plain Exception, where it is no panic.
+    with translated(lambda error: SourceInvalid(f"no tokenizer can be made from {path.name}: {str(error)[:200]}")):
         fast = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    except (ValueError, TypeError, KeyError, IndexError, OSError) as error:
-        raise SourceInvalid(f"no tokenizer can be made from {path.name}: {str(error)[:200]}") from error
     tokenizer: Tokenizer = fast.backend_tokenizer
     return tokenizer

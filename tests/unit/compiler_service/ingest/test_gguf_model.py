@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from compiler_service.ingest.gguf_model import open_gguf
+from compiler_service.ingest.tokenizer import tokenizer_of_gguf
 from shared.errors import SourceInvalid, UnsupportedModel
 from tests.support.decoders import FAMILIES, WINDOW
 from tests.support.sources import BOS_ID, EOS_ID, VOCAB, source_config, write_gguf
@@ -165,3 +166,12 @@ def test_more_tokens_than_embeddings(tmp_path, monkeypatch):
     (tmp_path / "m.gguf").write_bytes(raw[:at] + (384).to_bytes(8, "little") + raw[at + 8 :])
     with pytest.raises(SourceInvalid, match="tokens and embeddings for 384"):
         open_gguf(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("merges", [["zz qq"], ["zzqq"], []])
+def test_a_vocabulary_that_makes_no_tokenizer(tmp_path, monkeypatch, merges):
+    write = gguf.GGUFWriter.add_token_merges
+    monkeypatch.setattr(gguf.GGUFWriter, "add_token_merges", lambda writer, _: write(writer, merges) if merges else None)
+    write_gguf(tmp_path / "m.gguf", "llama")
+    with pytest.raises(SourceInvalid, match="no tokenizer can be made"):
+        tokenizer_of_gguf(tmp_path / "m.gguf")
