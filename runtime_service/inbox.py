@@ -41,7 +41,9 @@ class Inbox:
 
         def carry_out() -> None:
             with self._lock:
-                self._unanswered.discard(answer)
+                if answer not in self._unanswered:
+                    return  # closed meanwhile: whoever asked has been told so
+                self._unanswered.remove(answer)
             try:
                 answer.set_result(command())
             except BaseException as error:  # noqa: BLE001 - it belongs to whoever asked, a library's panic too

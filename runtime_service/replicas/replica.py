@@ -13,6 +13,8 @@ from shared.rpc.server import MAX_MESSAGE_BYTES
 
 REPORT_PERIOD_S = 0.1
 """How old the pages a request takes may be. How many are under way is known at any moment, so a burst does not land on one."""
+REPORT_TIMEOUT_S = 5.0
+"""A replica that has not answered by then, its process stopped, say, counts as one that does not."""
 
 
 class Replica:
@@ -35,8 +37,8 @@ class Replica:
         return len(self.under_way.get(engine, ()))
 
     async def refresh(self) -> None:
-        """Take a new report."""
-        report = await self.control.GetLoad(control_pb2.GetLoadRequest())
+        """Take a new report; AioRpcError where none comes within REPORT_TIMEOUT_S."""
+        report = await self.control.GetLoad(control_pb2.GetLoadRequest(), timeout=REPORT_TIMEOUT_S)
         self._loads = {load.name: ReplicaLoad(load.pages_total, load.pages_free, load.requests_running) for load in report.engines}
 
     async def keep_fresh(self) -> None:

@@ -152,3 +152,44 @@ def test_being_stuck_is_seen_with_work_and_being_idle_is_healthy() -> None:
     run(loop)
     now[0] = 2000.0
     assert loop.stalled_for_s() == 0.0
+
+
+def test_what_is_asked_behind_the_closing_is_answered_by_it_and_not_carried_out() -> None:
+    """A question may be left between the last command and the closing: an unload whose requests a stop has just ended."""
+    inbox, carried_out, told = Inbox(), list[str](), list[BaseException]()
+
+    def ask() -> None:
+        try:
+            inbox.ask(lambda: carried_out.append("asked"))
+        except Draining as error:
+            told.append(error)
+
+    asking = threading.Thread(target=ask)
+
+    def close() -> None:
+        asking.start()
+        wait_until(lambda: bool(inbox._unanswered))  # in the queue, behind this
+        inbox.close(Draining("over"))
+        asking.join(SOON_S)
+
+    inbox.post(close)
+    inbox.carry_out()
+    assert [str(error) for error in told] == ["over"]
+    assert not carried_out
+
+
+def test_a_loop_that_died_over_a_question_still_closes_its_engines() -> None:
+    engine = TinyEngine()
+    loop = serving(engine, num_pages=40)
+
+    def unload() -> None:
+        with pytest.raises(InternalError, match="died"):
+            loop.remove_engine("tiny")
+
+    unloading = threading.Thread(target=unload)
+    unloading.start()
+    wait_until(lambda: bool(loop._inbox._unanswered))  # asked, and not carried out
+    loop._die(RuntimeError("broken"))  # as its thread would
+    unloading.join(SOON_S)
+    loop.stop()
+    assert engine.closed
