@@ -34,6 +34,8 @@ from shared.kv_spec import KVCacheSpec
 from shared.profiles import OptimizationProfile, ProfileSet
 
 aten = torch.ops.aten
+_NO_BOUND = (1 << 63) - 1
+"""Of a size that the export left open at its end."""
 _STATIC_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
@@ -240,14 +242,15 @@ def _range(program: ExportedProgram, size: int | SymInt) -> AxisRange:
     if isinstance(size, int):
         return AxisRange(size, size)
     bounds = program.range_constraints[size.node.expr]
-    return AxisRange(int(bounds.lower), int(bounds.upper))
+    return AxisRange(int(bounds.lower), int(bounds.upper) if bounds.upper.is_Integer else _NO_BOUND)
 
 
 def _check_profile(profile: OptimizationProfile, batch: AxisRange, query_len: AxisRange) -> None:
     for what, asked, exported in (("batch", profile.batch, batch), ("query length", profile.query_len, query_len)):
         if asked.min < exported.min or asked.max > exported.max:
+            most = "any" if exported.max == _NO_BOUND else exported.max
             raise FieldOutOfRange(
                 f"profile {profile} asks for a {what} of {asked.min} to {asked.max}; the program was exported for "
-                f"{exported.min} to {exported.max}: choose profiles inside, or export it again",
+                f"{exported.min} to {most}: choose profiles inside, or export it again",
                 field="profiles",
             )

@@ -21,7 +21,7 @@ from shared.kv_spec import DType, KVCacheSpec, LayerGroup, Layout
 from shared.profiles import ProfileSet, parse_profile
 from tests.support.decoder_steps import JUNK, int32
 from tests.support.decoders import last_logits, random_model, random_prompt, tiny_config
-from tests.support.stock_export import export_stock
+from tests.support.stock_export import StockStep, export_stock
 
 # transformers' own recipe traces a model that notes its outputs in a global.
 pytestmark = pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
@@ -191,3 +191,19 @@ def test_logits_of_the_last_token_alone_are_refused() -> None:
     """A prefill chunk is padded at its end, and its last real token is another."""
     with pytest.raises(UnsupportedModel, match=r"must be logits \[batch, length, vocabulary\]; it is \[1, 2\]"):
         toy(_LastOnly(), torch.zeros(1, 5, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(("length", "refused"), [(Dim("length", min=1), False), (Dim.AUTO, True)], ids=["named", "auto"])
+def test_a_length_that_the_export_left_open_has_no_bound(length: Dim, refused: bool) -> None:
+    """Left to itself torch.export takes a length for two at least, which no decode step has."""
+    config = tiny_config("llama")
+    step = StockStep(random_model(config), MAX_LEN)
+    ids = torch.zeros(1, 5, dtype=torch.int64)
+    exported = export(step, (ids, torch.tensor(3)), dynamic_shapes=({1: length}, None), strict=False)
+    dim = config.hidden_size // config.num_attention_heads
+    if refused:
+        with pytest.raises(FieldOutOfRange, match="exported for 2 to any"):
+            adopt(exported, config.num_hidden_layers, config.num_key_value_heads, dim)
+        return
+    program = adopt(exported, config.num_hidden_layers, config.num_key_value_heads, dim)
+    assert prove_decoder(program, lower_to_linear(program)).ok
