@@ -22,6 +22,7 @@ import grpc
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from shared.errors import FieldOutOfRange, ScopeMissing, TokenInvalid
+from shared.ids import is_digest
 
 
 class Scope(StrEnum):
@@ -60,7 +61,7 @@ class Token:
     expires_at: float | None = None
 
     def __post_init__(self) -> None:
-        if len(self.sha256) != 64 or not self.name or not self.scopes:
+        if not is_digest(self.sha256.lower()) or not self.name or not self.scopes:
             raise ValueError("a token needs a name, 64 hex digits of sha256 and at least one scope")
 
 

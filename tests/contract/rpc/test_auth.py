@@ -114,7 +114,8 @@ def test_every_method_has_a_scope_of_its_service():
 @pytest.mark.parametrize(
     "content",
     ["", "[]", "{}", '{"tokens": [{"name": "a", "sha256": "12", "scopes": ["infer"]}]}', '{"tokens": [], "more": 1}']
-    + [json.dumps({"tokens": [{"name": "a", "sha256": "0" * 64, "scopes": [scope]}]}) for scope in ("root", 1)],
+    + [json.dumps({"tokens": [{"name": "a", "sha256": "0" * 64, "scopes": [scope]}]}) for scope in ("root", 1)]
+    + [json.dumps({"tokens": [{"name": "a", "sha256": digest * 64, "scopes": ["infer"]}]}) for digest in ("x", "\u00e9")],
 )
 def test_bad_token_files_are_refused(tmp_path, content):
     path = tmp_path / "tokens.json"
