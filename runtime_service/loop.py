@@ -6,8 +6,8 @@ What they share beside that (who is alive, what is loaded) is guarded by one loc
     turn     carry out the inbox -> one step of every session -> publish the load
 
 An exception in one engine's step ends that engine's running requests and nothing else; one while a request is admitted ends that
-request. An exception of the loop itself ends every stream with an error and shows in `stalled_for_s`, so a liveness probe fails
-instead of clients waiting in silence.
+request. An exception of the loop itself, and a device that is lost, end every stream with an error and show in `stalled_for_s`, so
+a liveness probe fails instead of clients waiting in silence or being refused one by one.
 """
 
 from __future__ import annotations
@@ -236,7 +236,8 @@ class ServingLoop:
             _log.exception("step_failed", engine=session.name)
             unnamed = InternalError(f"a step of engine {session.name} failed: {type(error).__name__}: {error}")
             session.end_running(error if isinstance(error, MemoryExhausted) else unnamed)
-            return True
+        session.pool.check_device()  # one that is lost fails every step to come: that the loop must not outlive
+        return True
 
     def _end(self, sessions: list[EngineSession], why: str) -> None:
         """End every generation of `sessions` as retryable."""

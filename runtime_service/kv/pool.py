@@ -91,6 +91,11 @@ class KVPool:
         """Behind everything launched so far that touches the pool; None on a CPU, where what returns is done."""
         return StreamFence(self.device) if self.device.type == "cuda" else None
 
+    def check_device(self) -> None:
+        """Raises where the device carries out nothing more: after an illegal access, say, until the process ends."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     @cached_property
     def _key_norms(self) -> list[tuple[LayerGroup, KeyNorms]]:
         full = [group for group in self.spec.groups if group.window is None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -9,10 +11,11 @@ from runtime_service.compaction.policies.knorm import KNorm
 from runtime_service.core.params import CompactionParams
 from runtime_service.core.sequence import Status
 from runtime_service.device_sampling import DrawnTokens
+from runtime_service.kv.pool import KVPool
 from runtime_service.loop import ServingLoop
 from runtime_service.streaming.events import Failure
 from shared.errors import InternalError
-from tests.support.serving import RecordingStream, request, run, serving, submit
+from tests.support.serving import RecordingStream, request, run, serving, submit, wait_until
 from tests.support.tiny_engine import Oracle, TinyEngine
 
 KNORM = CompactionParams("knorm", budget=8, interval=4, sinks=2)
@@ -165,3 +168,24 @@ def test_a_page_that_cannot_be_had_at_admission_ends_who_wanted_it_and_not_the_l
     run(loop)
     assert other.tokens() == Oracle().expected_tokens([9, 8, 7], 5)
     assert_failed(loop, lost)
+
+
+def test_a_device_that_is_lost_ends_the_loop_and_one_that_goes_on_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is lost every step to come would fail as well, and liveness would never tell."""
+    engine = TinyEngine()
+    loop = serving(engine, num_pages=40)
+    loop.start()
+    try:
+        engine.on_run = fail
+        (lost,) = submit(loop, request([1], 3))
+        wait_until(lambda: lost.is_ended)
+        assert loop.stalled_for_s() == 0.0
+        monkeypatch.setattr(KVPool, "check_device", fail)
+        (lost,) = submit(loop, request([1], 3))
+        wait_until(lambda: loop.stalled_for_s() == math.inf)
+        assert isinstance(lost.error, InternalError)
+        with pytest.raises(InternalError, match="DeviceLost"):
+            submit(loop, request([1], 3))
+    finally:
+        loop.stop()
+    assert engine.closed
