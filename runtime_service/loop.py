@@ -187,6 +187,11 @@ class ServingLoop:
         """As of the end of the last turn, or of the last engine added."""
         return replace(self._load, draining=self._draining)
 
+    def check_alive(self) -> None:
+        """InternalError when the loop has died: its last readings say nothing any more."""
+        if isinstance(self._inbox.closed, InternalError):
+            raise self._inbox.closed
+
     def stalled_for_s(self) -> float:
         """Seconds without progress while requests are alive; 0 when idle, infinite when the loop has died."""
         if isinstance(self._inbox.closed, InternalError):

@@ -52,6 +52,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return await asyncio.to_thread(describe.server_info, self._settings)
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
+        self._loop.check_alive()  # who balances by this must not send here any more
         load = self._loop.load()
         return pb.GetLoadResponse(engines=[describe.load_message(engine) for engine in load.engines], draining=load.draining)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -96,6 +97,19 @@ async def test_a_busy_replica_gets_no_more_while_another_is_free(two: Fronted) -
     first.gate.open()
     await held
     assert await two.finish([1, 5])
+
+
+async def test_a_replica_whose_loop_has_died_gets_nothing(two: Fronted) -> None:
+    """It holds no pages that grow, so by its last report it would be the one to choose."""
+    await two.load()
+    dead = two.replicas[0].runtime.loop
+    dead._inbox.post(lambda: 1 / 0)
+    while dead.stalled_for_s() != math.inf:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(3 * REPORT_PERIOD_S)
+    for _ in range(3):
+        await two.say(max_tokens=2)
+    assert await two.finish([0, 3])
 
 
 async def test_refusals_of_a_replica_are_passed_on_word_for_word(two: Fronted) -> None:
