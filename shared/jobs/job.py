@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,10 +83,10 @@ class JobError:
 class Job:
     """One job. Times are Unix seconds on the queue's clock.
 
-    `spec` is the queue's to carry, not to read. `attempt` counts claims that were not given back; `fence` grows with every
-    claim, so that a worker that lost its lease can be told from the one that has it. `available_s`: not before this may it be
-    claimed. `started_s` is the latest attempt's, `error` the latest failure's. `revision` grows with every stored change.
-    `traceparent` is the trace context of the request that made it, or empty.
+    `spec` is the queue's to carry, not to read; `spec_digest` is the same for jobs that build the same. `attempt` counts claims
+    that were not given back; `fence` grows with every claim, so that a worker that lost its lease can be told from the one that
+    has it. `available_s`: not before this may it be claimed. `started_s` is the latest attempt's, `error` the latest failure's.
+    `revision` grows with every stored change. `traceparent` is the trace context of the request that made it, or empty.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -108,9 +109,15 @@ class Job:
     artifact_id: str = ""
     reused: bool = False
     error: JobError | None = None
+
     traceparent: str = ""
     last_sequence: int = 0
     revision: int = 0
+
+    @property
+    def request_digest(self) -> str:
+        """What its `request_id` stands for: the spec alone, whatever built it and from which state of its source."""
+        return hashlib.sha256(self.spec).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,10 +84,11 @@ class JobQueue(Protocol):
     ) -> Submission:
         """Accept a job, durably. `spec` is UTF-8, opaque to the queue.
 
-        The same `request_id` gives the same job for ever; with another digest it is DuplicateRequest. A job of the same digest
-        that waits, runs or has succeeded answers a new request as well (single flight). Whether its artifact still
-        exists is for the caller to see, who then submits again with `reuse_finished=False`. QueueFull when too many wait.
-        `traceparent` is kept with a job that is made, for the spans of its attempts.
+        The same `request_id` gives the same job for ever, whoever is asked; with another `spec` it is DuplicateRequest. A job
+        of the same `spec_digest` (the spec, its source, the builder) that waits, runs or has succeeded answers a new request as
+        well (single flight). Whether its artifact still exists is for the caller to see, who then submits again with
+        `reuse_finished=False`. QueueFull when too many wait. `traceparent` is kept with a job that is made, for the spans of
+        its attempts.
         """
         ...
 

@@ -120,7 +120,7 @@ class RedisQueue(StoredQueue):
 
     async def _insert(self, change: Change, *, reuse_finished: bool) -> Submission:
         job = change.job
-        extra = (job.request_id, str(int(reuse_finished)), str(self._policy.max_queued))
+        extra = (job.request_id, job.request_digest, str(int(reuse_finished)), str(self._policy.max_queued))
         with _translated():
             try:
                 kind, value = await self._run(redis_scripts.INSERT, *self._fields(job, job.created_s), *extra, *_history(change))

@@ -10,8 +10,8 @@ Keys under the prefix (a hash tag keeps them in one cluster slot):
     queued        set     ids of all queued jobs
     due           zset    all jobs by due_s
     numbers       zset    all jobs in order of acceptance
-    requests      hash    request id -> "<digest> <job id>"
-    digests       hash    spec digest -> newest job that a new request may join
+    requests      hash    request id -> "<digest of what was asked> <job id>"
+    digests       hash    what makes it one build -> newest job that a new request may join
     counts        hash    state -> jobs in it
 
 A message stays pending in the group while its job runs: heartbeats reset its idle time. `ready` is bounded by the jobs that wait or
@@ -91,13 +91,13 @@ INSERT = (
     + _COMMON
     + _STORE
     + """
--- ARGV goes on: request, reuse, max_queued
-local request, reuse, max_queued = unpack(ARGV, 11, 13)
+-- ARGV goes on: request, asked, reuse, max_queued
+local request, asked, reuse, max_queued = unpack(ARGV, 11, 14)
 
 local function answer(other)
     local known = call('HGET', p .. 'requests', request)
     if known then call('SREM', p .. 'bound:' .. string.match(known, ' (.*)'), request) end
-    call('HSET', p .. 'requests', request, digest .. ' ' .. other)
+    call('HSET', p .. 'requests', request, asked .. ' ' .. other)
     call('SADD', p .. 'bound:' .. other, request)
 end
 
@@ -108,8 +108,8 @@ end
 
 local known = call('HGET', p .. 'requests', request)
 if known then
-    local known_digest, other = string.match(known, '(%S+) (%S+)')
-    if known_digest ~= digest then return {'duplicate', ''} end
+    local before, other = string.match(known, '(%S+) (%S+)')
+    if before ~= asked then return {'duplicate', ''} end
     if may_answer(other) then return {'found', call('HGET', p .. 'job:' .. other, 'record')} end
 end
 local other = call('HGET', p .. 'digests', digest)
@@ -122,7 +122,7 @@ if waiting >= tonumber(max_queued) then return {'full', waiting} end
 local number = call('INCR', p .. 'number')
 call('HSET', key, 'number', number, 'entry', '')
 call('ZADD', p .. 'numbers', number, id)
-store(14)
+store(15)
 answer(id)
 return {'created', ''}
 """

@@ -86,17 +86,17 @@ class SQLiteQueue(StoredQueue):
                 )
                 self._append(change)
             self._db.execute(
-                "INSERT OR REPLACE INTO requests VALUES (?, ?, ?)", (job.request_id, (found or job).job_id, job.spec_digest)
+                "INSERT OR REPLACE INTO requests VALUES (?, ?, ?)", (job.request_id, (found or job).job_id, job.request_digest)
             )
         return Submission(job=found or job, created=found is None)
 
     def _known(self, job: Job, reuse_finished: bool) -> Job | None:
-        """The job that answers this request already: by request id, else by spec digest."""
+        """The job that answers this request already: by request id, else by what makes it one build."""
         row = self._db.execute(
             "SELECT spec_digest, record FROM requests JOIN jobs USING (job_id) WHERE request_id = ?", (job.request_id,)
         ).fetchone()
         if row is not None:
-            if row[0] != job.spec_digest:
+            if row[0] != job.request_digest:
                 raise DuplicateRequest(f"request {job.request_id} was made before with another spec; choose another request_id")
             earlier = decode_job(row[1])
             if reuse_finished or earlier.state is not JobState.SUCCEEDED:

@@ -70,8 +70,13 @@ def redis_backend(server: RedisServer) -> Backend:
     return Backend("redis", server.url, connect)
 
 
-async def submit(queue: JobQueue, request: str = "request", digest: str = "digest", **limits: float) -> Submission:
-    return await queue.submit(request_id=request, spec=b'{"a":1}', spec_digest=digest, limits=JobLimits(**limits))  # type: ignore[arg-type]
+async def submit(
+    queue: JobQueue, request: str = "request", digest: str = "digest", *, reuse_finished: bool = True, **limits: float
+) -> Submission:
+    """The spec says no more than its digest."""
+    spec = f'{{"a":"{digest}"}}'.encode()
+    bounds = JobLimits(**limits)  # type: ignore[arg-type]
+    return await queue.submit(request_id=request, spec=spec, spec_digest=digest, limits=bounds, reuse_finished=reuse_finished)
 
 
 async def claim(queue: JobQueue, worker: str = "worker-1") -> Claim:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from shared.errors import DuplicateRequest, FieldOutOfRange, JobNotFound
-from shared.jobs.job import JobEvent, JobLimits, JobState
+from shared.jobs.job import JobEvent, JobState
 from shared.jobs.lifecycle import MAX_EVENTS
 from shared.jobs.queue import JobQueue, QueuePolicy
 from shared.text import MAX_CHARS
@@ -186,7 +186,7 @@ async def test_forgetting_a_job_leaves_a_request_that_went_over_to_a_newer_one(b
     old = (await submit(queue, "r")).job.job_id
     await succeed(queue, await claim(queue))
     backend.clock.advance(60)
-    rebuilt = await queue.submit(request_id="r", spec=b"{}", spec_digest="digest", limits=JobLimits(), reuse_finished=False)
+    rebuilt = await submit(queue, "r", reuse_finished=False)
     backend.clock.advance(60)
     assert (await queue.reclaim()).forgotten == 1
     with pytest.raises(JobNotFound):

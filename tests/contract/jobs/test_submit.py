@@ -40,6 +40,13 @@ async def test_a_request_id_cannot_be_used_for_another_spec(queue: JobQueue) -> 
     assert (await queue.count())[JobState.QUEUED] == 1
 
 
+async def test_a_request_is_the_same_whoever_builds_it(queue: JobQueue) -> None:
+    """Asked again after an upgrade, or by another kind of host: the digest of the build is another, the request is not."""
+    first = await submit(queue, "r", "digest-a")
+    again = await queue.submit(request_id="r", spec=first.job.spec, spec_digest="digest-b", limits=JobLimits())
+    assert (again.created, again.job) == (False, first.job)
+
+
 async def test_equal_specs_share_a_job_that_waits_runs_or_succeeded(queue: JobQueue) -> None:
     first = await submit(queue, "r-1")
     assert not (await submit(queue, "r-2")).created
@@ -71,7 +78,7 @@ async def test_a_succeeded_job_can_be_passed_over_when_its_artifact_is_gone(queu
     await succeed(queue, await claim(queue))
 
     async def rebuild(request: str) -> tuple[bool, str]:
-        made = await queue.submit(request_id=request, spec=b"{}", spec_digest="digest", limits=JobLimits(), reuse_finished=False)
+        made = await submit(queue, request, reuse_finished=False)
         return made.created, made.job.job_id
 
     created, second = await rebuild("r-1")
@@ -86,7 +93,7 @@ async def test_a_succeeded_job_can_be_passed_over_when_its_artifact_is_gone(queu
 async def test_a_request_keeps_its_job_when_a_newer_one_of_its_spec_exists(queue: JobQueue) -> None:
     old = (await submit(queue, "r-1")).job.job_id
     await succeed(queue, await claim(queue))
-    await queue.submit(request_id="r-2", spec=b"{}", spec_digest="digest", limits=JobLimits(), reuse_finished=False)
+    await submit(queue, "r-2", reuse_finished=False)
     assert (await submit(queue, "r-1")).job.job_id == old
     assert (await submit(queue, "r-3")).job.job_id != old, "a new request joins the newest"
 
