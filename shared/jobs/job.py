@@ -109,7 +109,6 @@ class Job:
     artifact_id: str = ""
     reused: bool = False
     error: JobError | None = None
-
     traceparent: str = ""
     last_sequence: int = 0
     revision: int = 0
