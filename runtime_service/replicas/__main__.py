@@ -1,8 +1,8 @@
 """`python -m runtime_service.replicas --devices 0,1,2,3`: one runtime a GPU behind one address, until SIGTERM or SIGINT.
 
 Settings are the runtime's own (QUIRE_RUNTIME_*): address, TLS and tokens are the front's, everything else every replica's. Prints
-one JSON line with the address once all replicas serve. A replica that ends takes the whole down: whoever supervises it starts
-it again.
+one JSON line with the address once all replicas serve. A replica that ends takes the whole down, one that stands still fails the
+front's liveness: whoever supervises it starts it again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from runtime_service.config import RuntimeSettings
 from runtime_service.replicas.front import ControlFront, InferenceFront
 from runtime_service.replicas.process import environment_of
-from runtime_service.replicas.replica import Replica
+from runtime_service.replicas.replica import REPORT_PERIOD_S, Replica
 from shared.pb.quire.v1 import control_pb2_grpc, inference_pb2_grpc
 from shared.rpc.server import Server, stop_signals
 from shared.service_main import run_service
@@ -38,9 +38,10 @@ async def front(settings: RuntimeSettings, addresses: Sequence[str]) -> AsyncIte
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceFront(replicas), server.grpc)
     control_pb2_grpc.add_ControlServicer_to_server(ControlFront(replicas), server.grpc)
     await asyncio.gather(*(replica.refresh() for replica in replicas))
-    reports = [asyncio.create_task(replica.keep_fresh()) for replica in replicas]
     address = await server.start()
     await server.set_ready(True)
+    reports = [asyncio.create_task(replica.keep_fresh()) for replica in replicas]
+    reports.append(asyncio.create_task(report_liveness(server, replicas)))
     try:
         yield address
     finally:
@@ -48,6 +49,17 @@ async def front(settings: RuntimeSettings, addresses: Sequence[str]) -> AsyncIte
         for report in reports:
             report.cancel()
         await asyncio.gather(*(replica.close() for replica in replicas))
+
+
+async def report_liveness(server: Server, replicas: Sequence[Replica]) -> None:
+    """Until cancelled: the front is live while every replica is."""
+    reported = True
+    while True:
+        live = all(replica.is_live for replica in replicas)
+        if live != reported:
+            await server.set_live(live)
+            reported = live
+        await asyncio.sleep(REPORT_PERIOD_S)
 
 
 async def serve(settings: RuntimeSettings, devices: Sequence[str]) -> None:

@@ -58,7 +58,7 @@ class InferenceFront(inference_pb2_grpc.InferenceServicer):
             chosen = least_loaded([r.load(engine) for r in self._replicas], [r.num_under_way(engine) for r in self._replicas])
             if chosen is not None:
                 return self._replicas[chosen]
-            await asyncio.gather(*(replica.refresh() for replica in self._replicas), return_exceptions=True)
+            await asyncio.gather(*(replica.refresh() for replica in self._replicas))
         raise ModelNotFound(f"no replica serves an engine named {engine[:80]!r}; load it, by that name")
 
 
@@ -79,7 +79,7 @@ class ControlFront(control_pb2_grpc.ControlServicer):
                     for r, a in loaded
                     if a.engine.name not in before
                 ]
-                await asyncio.gather(*undo)
+                await asyncio.gather(*undo, return_exceptions=True)  # one that is gone serves nothing anyway
                 raise from_rpc_error(failure) if isinstance(failure, grpc.aio.AioRpcError) else failure
         await asyncio.gather(*(replica.refresh() for replica in self._replicas))
         return pb.LoadEngineResponse(engine=_whole([answer.engine for _, answer in loaded]))

@@ -6,10 +6,11 @@ import asyncio
 from collections import defaultdict
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from runtime_service.replicas.balance import ReplicaLoad
 from shared.pb.quire.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
-from shared.rpc.server import MAX_MESSAGE_BYTES
+from shared.rpc.server import LIVENESS, MAX_MESSAGE_BYTES
 
 REPORT_PERIOD_S = 0.1
 """How old the pages a request takes may be. How many are under way is known at any moment, so a burst does not land on one."""
@@ -25,6 +26,8 @@ class Replica:
         self.channel = grpc.aio.insecure_channel(address, options=sizes)
         self.inference = inference_pb2_grpc.InferenceStub(self.channel)
         self.control = control_pb2_grpc.ControlStub(self.channel)
+        self._health = health_pb2_grpc.HealthStub(self.channel)
+        self.is_live = True
         self.under_way: defaultdict[str, set[object]] = defaultdict(set)
         self._loads: dict[str, ReplicaLoad] = {}
 
@@ -37,17 +40,22 @@ class Replica:
         return len(self.under_way.get(engine, ()))
 
     async def refresh(self) -> None:
-        """Take a new report; AioRpcError where none comes within REPORT_TIMEOUT_S."""
-        report = await self.control.GetLoad(control_pb2.GetLoadRequest(), timeout=REPORT_TIMEOUT_S)
-        self._loads = {load.name: ReplicaLoad(load.pages_total, load.pages_free, load.requests_running) for load in report.engines}
+        """Take a new report. Without one within REPORT_TIMEOUT_S, or while its serving loop stands still, it is not live and serves
+        nothing."""
+        alive = health_pb2.HealthCheckRequest(service=LIVENESS)
+        try:
+            health = await self._health.Check(alive, timeout=REPORT_TIMEOUT_S)
+            report = await self.control.GetLoad(control_pb2.GetLoadRequest(), timeout=REPORT_TIMEOUT_S)
+            self.is_live = health.status == health_pb2.HealthCheckResponse.SERVING
+        except grpc.aio.AioRpcError:
+            self.is_live = False
+        loads = report.engines if self.is_live else ()
+        self._loads = {load.name: ReplicaLoad(load.pages_total, load.pages_free, load.requests_running) for load in loads}
 
     async def keep_fresh(self) -> None:
-        """For ever: a report every REPORT_PERIOD_S. A replica that does not answer serves nothing until it does again."""
+        """For ever: a report every REPORT_PERIOD_S."""
         while True:
-            try:
-                await self.refresh()
-            except grpc.aio.AioRpcError:
-                self._loads = {}
+            await self.refresh()
             await asyncio.sleep(REPORT_PERIOD_S)
 
     async def close(self) -> None:

@@ -11,16 +11,19 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from runtime_service.config import RuntimeSettings
 from runtime_service.replicas.__main__ import front
 from runtime_service.replicas.replica import REPORT_PERIOD_S
 from shared.pb.quire.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from shared.rpc.server import LIVENESS
 from shared.rpc.status import from_rpc_error
 from tests.contract.runtime.conftest import NUM_PAGES, PAGED_ID, Served, generate, serve, tokens_of
 from tests.support.tiny_engine import Oracle
 
 PROMPT = [5, 6, 7]
+SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 @dataclasses.dataclass
@@ -28,6 +31,7 @@ class Fronted:
     replicas: list[Served]
     inference: inference_pb2_grpc.InferenceStub
     control: control_pb2_grpc.ControlStub
+    health: health_pb2_grpc.HealthStub
 
     async def load(self, **fields: object) -> control_pb2.Engine:
         request = control_pb2.LoadEngineRequest(**({"artifact_id": PAGED_ID, "name": "tiny", "num_pages": NUM_PAGES} | fields))
@@ -40,6 +44,9 @@ class Fronted:
         """Returns once the load of both together is so."""
         while not holds((await self.control.GetLoad(control_pb2.GetLoadRequest())).engines[0]):
             await asyncio.sleep(0.01)
+
+    async def liveness(self) -> int:
+        return (await self.health.Check(health_pb2.HealthCheckRequest(service=LIVENESS))).status
 
     def finished(self) -> list[int]:
         return [sum(load.requests_finished for load in served.runtime.loop.load().engines) for served in self.replicas]
@@ -60,7 +67,8 @@ async def two(tmp_path: Path) -> AsyncIterator[Fronted]:
         settings = RuntimeSettings(data=tmp_path, address="127.0.0.1:0", drain_s=0.0)
         address = await running.enter_async_context(front(settings, [served.runtime.address for served in replicas]))
         channel = await running.enter_async_context(grpc.aio.insecure_channel(address))
-        yield Fronted(replicas, inference_pb2_grpc.InferenceStub(channel), control_pb2_grpc.ControlStub(channel))
+        stubs = (inference_pb2_grpc.InferenceStub, control_pb2_grpc.ControlStub, health_pb2_grpc.HealthStub)
+        yield Fronted(replicas, *(stub(channel) for stub in stubs))
 
 
 async def test_an_engine_is_loaded_on_both_and_its_memory_is_theirs_together(two: Fronted) -> None:
@@ -102,11 +110,13 @@ async def test_a_busy_replica_gets_no_more_while_another_is_free(two: Fronted) -
 async def test_a_replica_whose_loop_has_died_gets_nothing(two: Fronted) -> None:
     """It holds no pages that grow, so by its last report it would be the one to choose."""
     await two.load()
+    assert await two.liveness() == SERVING
     dead = two.replicas[0].runtime.loop
     dead._inbox.post(lambda: 1 / 0)
     while dead.stalled_for_s() != math.inf:
         await asyncio.sleep(0.01)
-    await asyncio.sleep(3 * REPORT_PERIOD_S)
+    while await two.liveness() == SERVING:  # whoever supervises the front is told
+        await asyncio.sleep(0.01)
     for _ in range(3):
         await two.say(max_tokens=2)
     assert await two.finish([0, 3])
