@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,7 +90,7 @@ class Quire:
             time.sleep(0.1)
         raise AssertionError(f"{free} free pages were expected, there are {self.engine_load(name).pages_free}")
 
-    def generate(self, request: inference_pb2.GenerateRequest, on_event: Callable | None = None) -> Generated:
+    def generate(self, request: inference_pb2.GenerateRequest, on_event: Callable[[Any], object] | None = None) -> Generated:
         text, tokens, reason, usage = "", [], 0, None
         with self.session.inference() as stub:
             for event in stream_events(stub, request):
@@ -108,7 +109,9 @@ class Quire:
         assert usage is not None, "a stream without an error ends with usage"
         return Generated(text, tokens, reason, usage)
 
-    def greedy(self, engine: str, prompt: list[int], max_tokens: int, on_event: Callable | None = None, **compaction) -> Generated:
+    def greedy(
+        self, engine: str, prompt: list[int], max_tokens: int, on_event: Callable[[Any], object] | None = None, **compaction
+    ) -> Generated:
         return self.generate(greedy_request(engine, prompt, max_tokens, **compaction), on_event)
 
 
@@ -203,9 +206,9 @@ def smollm2(request) -> LoadedEngine:
     return request.getfixturevalue(request.param)
 
 
-def in_parallel(calls: list[Callable[[], object]], delays_s: list[float]) -> list[object]:
+def in_parallel(calls: list[Callable[[], Any]], delays_s: list[float]) -> list[Any]:
     """Run each call on a thread of its own, started after its delay; the first exception is raised here."""
-    results: list[object] = [None] * len(calls)
+    results: list[Any] = [None] * len(calls)
     failures: list[BaseException] = []
 
     def run(i: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -67,7 +68,7 @@ class Oracle:
     """A model component directory (config.json, weights.safetensors, tokenizer.json) run by transformers on the CPU in float32."""
 
     directory: Path
-    known: dict[tuple, Result] = field(default_factory=dict)
+    known: dict[tuple[Any, ...], Result] = field(default_factory=dict)
 
     @cached_property
     def model(self):

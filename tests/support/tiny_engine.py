@@ -68,7 +68,7 @@ class TinyModel:
     def spec(self, layout: Layout, page_size: int, max_len: int) -> KVCacheSpec:
         geometry = {"kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": DType.FLOAT32}
         if self.window is None:
-            groups = (LayerGroup(layers=(0, 1), **geometry),)
+            groups: tuple[LayerGroup, ...] = (LayerGroup(layers=(0, 1), **geometry),)
         else:
             groups = (LayerGroup(layers=(0,), **geometry), LayerGroup(layers=(1,), window=self.window, **geometry))
         return KVCacheSpec(groups, layout, max_len if layout is Layout.LINEAR else page_size, max_len)
